@@ -18,7 +18,7 @@ HISTOGRAM_DEPTH = 15
 
 
 def sample_stride(n: int) -> int:
-    """The odd distance in words between sampled words of n (FORMAT.md 7.3); odd, so that no column of a matrix is all of it."""
+    """Distance in words between sampled words of n (FORMAT.md 7.3); odd, lest one column of a matrix be all of it."""
     return (n >> SAMPLE_LOG2_WORDS) | 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 
 from .errors import CorruptFrame, InvalidArgument, TruncatedFrame, UnsupportedFrame
 
@@ -65,7 +66,7 @@ def record_bytes(m: int) -> int:
 
 
 def spill_bytes(m: int) -> int:
-    """max(0, 2m − R): what the record of a stored block of m words cannot hold, and the most escapes a coded one has (4.4)."""
+    """max(0, 2m − R): what the record of a stored block cannot hold, and the most escapes a coded one has (4.4)."""
     return max(0, 2 * m - record_bytes(m))
 
 
@@ -205,7 +206,7 @@ def parse_header(buffer: bytes | bytearray | memoryview, buffer_bytes: int | Non
     """
     size = len(buffer) if buffer_bytes is None else buffer_bytes
     if size < HEADER_BYTES:
-        raise TruncatedFrame(f"decode: a frame has at least {HEADER_BYTES} bytes, the buffer has {size}; receive it whole")
+        raise TruncatedFrame(f"decode: a frame has {HEADER_BYTES} bytes or more, got {size}; send it whole")
     fields = _HEADER.unpack_from(buffer)
     magic, version, dtype, scheme, n, frame_bytes, digest, escapes, block_words, reserved, codebook, check = fields
     if magic != MAGIC:
@@ -226,7 +227,7 @@ def parse_header(buffer: bytes | bytearray | memoryview, buffer_bytes: int | Non
     if any(reserved):
         raise CorruptFrame("decode: the reserved bytes 44 to 63 must be zero")
     exponents = tuple(codebook[:CODEBOOK_EXPONENTS])
-    if any(a >= b for a, b in zip(exponents, exponents[1:], strict=False)):
+    if any(a >= b for a, b in pairwise(exponents)):
         raise CorruptFrame(f"decode: Codebook at byte 64 must be ascending and distinct, got {list(exponents)}")
     if any(codebook[CODEBOOK_EXPONENTS:]):
         raise CorruptFrame(f"decode: Codebook bytes {64 + CODEBOOK_EXPONENTS} to 119 must be zero")
