@@ -1,0 +1,1 @@
+"""The judge: a pytest suite that any lossless collective can be held against, through a `Subject`."""
