@@ -390,19 +390,22 @@ def _read_codes(records: U8, m: int) -> U8:
     codes: U8 = np.zeros((len(records), m), dtype=np.uint8)
     for p in range(PLANES):
         plane = records[:, m + p * plane_bytes : m + (p + 1) * plane_bytes]
-        codes |= np.unpackbits(plane, axis=1, count=m, bitorder="little") << np.uint8(p)
+        codes |= np.unpackbits(plane, axis=1, count=m, bitorder="little") * np.uint8(1 << p)
     return codes
 
 
 def _join_words(records: U8, codes: U8, table: bytes, escapes: U8, words: U16) -> None:
-    """Rebuild [blocks, m] words of coded blocks from planes, codes and the exponents of their escapes, in order."""
-    m = words.shape[1]
+    """Rebuild [blocks, m] words of coded blocks from planes, codes and the exponents of their escapes, in order.
+
+    Shifts to the left are products here: NumPy has vector code for those.
+    """
+    sign_mantissa = records[:, : words.shape[1]]
     exponents = _translate(codes, table)
     exponents.reshape(-1)[np.flatnonzero(codes == ESCAPE)] = escapes
-    sign_mantissa = records[:, :m].astype(np.uint16)
-    np.left_shift(exponents, 7, out=words, dtype=np.uint16)
-    words |= sign_mantissa & np.uint16(0x7F)
-    words |= (sign_mantissa & np.uint16(0x80)) << np.uint16(8)
+    high = (sign_mantissa & np.uint8(0x80)) | (exponents >> np.uint8(1))
+    low = (sign_mantissa & np.uint8(0x7F)) | (exponents * np.uint8(1 << 7))
+    np.multiply(high, 1 << 8, out=words, dtype=np.uint16)
+    words |= low
 
 
 def _check_size(block: int, wanted: int, came: int) -> None:
