@@ -1,0 +1,218 @@
+"""What ranks tell each other around the data: call record, envelope, verdict (docs/DESIGN.md, "The exchange").
+
+All are little-endian, of fixed size, and end in a CRC-32 of what is before: nothing from a wire is believed unchecked.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, field
+
+from ..errors import (
+    CorruptFrame,
+    InvalidArgument,
+    PeerError,
+    RankTimeout,
+    TruncatedFrame,
+    UnsupportedFrame,
+    ZipcclError,
+)
+from ..frame import FORMAT_VERSION
+
+OPERATIONS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier", "close")
+ERROR_KINDS: tuple[type[ZipcclError], ...] = (
+    PeerError,
+    InvalidArgument,
+    UnsupportedFrame,
+    CorruptFrame,
+    TruncatedFrame,
+    RankTimeout,
+)
+
+ALL_RANKS = 0xFFFFFFFF
+_CRC = struct.Struct("<I")
+
+
+def _seal(payload: bytes, size: int) -> bytes:
+    padded = payload.ljust(size - _CRC.size, b"\0")
+    return padded + _CRC.pack(zlib.crc32(padded))
+
+
+def _unseal(data: bytes, what: str) -> bytes:
+    body, (crc,) = data[: -_CRC.size], _CRC.unpack_from(data, len(data) - _CRC.size)
+    if zlib.crc32(body) != crc:
+        raise CorruptFrame(f"{what} is damaged: its CRC-32 must be {zlib.crc32(body):#010x}, got {crc:#010x}")
+    return body
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """What a rank calls, told to one peer before any payload moves.
+
+    Attributes:
+        sequence: number of the call on its Communicator, from 0.
+        operation: name of the method.
+        src: sender, a group rank.
+        dtype: name of the dtype, at most 16 ASCII characters.
+        reduce_op: "sum", "avg", "premul_sum", "max", …; empty if nothing is reduced.
+        factor_bits: the float32 pattern of PREMUL_SUM's factor, 0 otherwise.
+        send_words: elements src sends to this peer.
+        recv_words: elements src expects from this peer.
+        valid: False if src's own arguments were refused: no payload will move to or from it.
+    """
+
+    sequence: int
+    operation: str
+    src: int
+    dtype: str = ""
+    reduce_op: str = ""
+    factor_bits: int = 0
+    send_words: int = 0
+    recv_words: int = 0
+    valid: bool = True
+
+    BYTES = 128
+    _BODY = struct.Struct("<4sHBBQI16s16sIQQ")
+    _MAGIC = b"ZCLL"
+
+    def pack(self) -> bytes:
+        """128 bytes."""
+        body = self._BODY.pack(
+            self._MAGIC,
+            FORMAT_VERSION,
+            OPERATIONS.index(self.operation),
+            self.valid,
+            self.sequence,
+            self.src,
+            self.dtype.encode(),
+            self.reduce_op.encode(),
+            self.factor_bits,
+            self.send_words,
+            self.recv_words,
+        )
+        return _seal(body, self.BYTES)
+
+    @classmethod
+    def parse(cls, data: bytes) -> CallRecord:
+        """Raises CorruptFrame if damaged, UnsupportedFrame if of another version."""
+        fields = cls._BODY.unpack_from(_unseal(data, "call record"))
+        magic, version, operation, valid, sequence, src, dtype, reduce_op, factor_bits, send_words, recv_words = fields
+        if version != FORMAT_VERSION:
+            raise UnsupportedFrame(f"call record of format {version}, this build speaks {FORMAT_VERSION}")
+        if magic != cls._MAGIC or operation >= len(OPERATIONS):
+            raise CorruptFrame(f"call record: magic {magic!r}, operation {operation} are none of ours")
+        return cls(
+            sequence,
+            OPERATIONS[operation],
+            src,
+            dtype.rstrip(b"\0").decode(),
+            reduce_op.rstrip(b"\0").decode(),
+            factor_bits,
+            send_words,
+            recv_words,
+            bool(valid),
+        )
+
+    def disagreement(self, peer: CallRecord) -> str:
+        """What this rank's and the peer's call of one sequence number do not agree on; empty if nothing.
+
+        Not all of it is seen by every pair: the verdict makes it one error on all ranks.
+        """
+        for field_name in ("operation", "sequence", "dtype", "reduce_op", "factor_bits"):
+            mine, theirs = getattr(self, field_name), getattr(peer, field_name)
+            if mine != theirs:
+                left, right = self._called(field_name), peer._called(field_name)
+                return f"rank {self.src} calls {left}, rank {peer.src} calls {right}"
+        for sender, receiver in ((self, peer), (peer, self)):
+            if sender.send_words != receiver.recv_words:
+                return (
+                    f"rank {sender.src} sends {sender.send_words} elements to rank {receiver.src}, "
+                    f"which expects {receiver.recv_words}"
+                )
+        return ""
+
+    def _called(self, field_name: str) -> str:
+        return f"{self.operation} #{self.sequence}" + (
+            "" if field_name in ("operation", "sequence") else f" with {field_name} {getattr(self, field_name)!r}"
+        )
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What travels before the payload of one message: all about the run that a frame must not hold.
+
+    Attributes:
+        sequence, src: as in the call record.
+        dst: receiver, or ALL_RANKS for a message that all peers get alike.
+        coded: whether the payload is a frame; otherwise it is the elements as they are.
+        payload_bytes: bytes of the frame, or of the elements.
+        digest: the frame's Digest, or the CRC-32 of the elements.
+    """
+
+    sequence: int
+    src: int
+    dst: int
+    coded: bool
+    payload_bytes: int
+    digest: int
+
+    BYTES = 128  # so that the frame behind it keeps its alignment
+    _BODY = struct.Struct("<4sIQIIQQ")
+    _MAGIC = b"ZENV"
+
+    def pack(self) -> bytes:
+        """128 bytes."""
+        body = self._BODY.pack(
+            self._MAGIC, self.coded, self.sequence, self.src, self.dst, self.payload_bytes, self.digest
+        )
+        return _seal(body, self.BYTES)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Envelope:
+        """Raises CorruptFrame if damaged."""
+        magic, coded, sequence, src, dst, payload_bytes, digest = cls._BODY.unpack_from(_unseal(data, "envelope"))
+        if magic != cls._MAGIC or coded > 1:
+            raise CorruptFrame(f"envelope: magic {magic!r}, coded {coded} are none of ours")
+        return cls(sequence, src, dst, bool(coded), payload_bytes, digest)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a call went for one rank, told to all before it returns on any.
+
+    Attributes:
+        sequence, src: as in the call record.
+        error: kind and text, None if all went well.
+        fatal: transfers may be left hanging, so that the Communicator cannot go on.
+    """
+
+    sequence: int
+    src: int
+    error: ZipcclError | None = field(default=None)
+    fatal: bool = False
+
+    BYTES = 1024
+    _BODY = struct.Struct("<4sBBQIH")
+    _MAGIC = b"ZVER"
+
+    def pack(self) -> bytes:
+        """1024 bytes; longer texts are cut."""
+        kind, text = (0, b"") if self.error is None else (1 + _kind_index(self.error), str(self.error).encode())
+        text = text[: self.BYTES - self._BODY.size - _CRC.size]
+        head = self._BODY.pack(self._MAGIC, kind, self.fatal, self.sequence, self.src, len(text))
+        return _seal(head + text, self.BYTES)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Verdict:
+        """Raises CorruptFrame if damaged."""
+        body = _unseal(data, "verdict")
+        magic, kind, fatal, sequence, src, text_bytes = cls._BODY.unpack_from(body)
+        if magic != cls._MAGIC or kind > len(ERROR_KINDS) or text_bytes > cls.BYTES - cls._BODY.size - _CRC.size:
+            raise CorruptFrame(f"verdict: magic {magic!r}, kind {kind} are none of ours")
+        text = body[cls._BODY.size : cls._BODY.size + text_bytes].decode(errors="replace")
+        return cls(sequence, src, ERROR_KINDS[kind - 1](text) if kind else None, bool(fatal))
+
+
+def _kind_index(error: ZipcclError) -> int:
+    return ERROR_KINDS.index(type(error)) if type(error) in ERROR_KINDS else 0

@@ -1,0 +1,91 @@
+"""What the caller sets (Policy), and what is chosen for one call and why (Decision). Pure: no torch, no clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..codebook import Codebook
+from ..errors import InvalidArgument
+from ..frame import DTYPES, align128, max_frame_bytes, static_bytes
+
+COMPRESS = ("auto", "always", "never")
+CODEBOOKS = ("fitted", "gaussian")
+REDUCTIONS = ("ordered", "native")
+
+
+@dataclass(frozen=True)
+class Policy:
+    """How a Communicator behaves; the same on all ranks, which is checked when one is made.
+
+    Attributes:
+        compress: "always" codes every message of a coded dtype, "never" none, "auto" those of min_bytes and more.
+        min_bytes: raw bytes a message to one peer must have for "auto" to code it.
+        codebook: "fitted" takes the most frequent exponents of a sample of each message, "gaussian" those of a normal
+            distribution of its standard deviation; or one Codebook for all.
+        prefix_percent: dynamic bytes sent with the static part, in percent of the words; the rest is phase two.
+        reduction: "ordered" sums in rank order with the same bits whether coded or not; "native" lets calls that are
+            not coded use the backend's own sum, whose bits differ.
+        timeout_s: seconds a call waits for its peers before RankTimeout.
+    """
+
+    compress: Literal["auto", "always", "never"] = "auto"
+    min_bytes: int = 256 * 1024
+    codebook: Literal["fitted", "gaussian"] | Codebook = "fitted"
+    prefix_percent: float = 3.0
+    reduction: Literal["ordered", "native"] = "ordered"
+    timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        for field, allowed in (("compress", COMPRESS), ("reduction", REDUCTIONS)):
+            if getattr(self, field) not in allowed:
+                raise InvalidArgument(f"Policy: {field} must be one of {allowed}, got {getattr(self, field)!r}")
+        if not isinstance(self.codebook, Codebook) and self.codebook not in CODEBOOKS:
+            raise InvalidArgument(f"Policy: codebook must be one of {CODEBOOKS} or a Codebook, got {self.codebook!r}")
+        if self.min_bytes < 0:
+            raise InvalidArgument(f"Policy: min_bytes must not be negative, got {self.min_bytes}")
+        if not 0 <= self.prefix_percent <= 100:
+            raise InvalidArgument(f"Policy: prefix_percent must be 0 to 100, got {self.prefix_percent}")
+        if not 0 < self.timeout_s < float("inf"):
+            raise InvalidArgument(f"Policy: timeout_s must be positive and finite, got {self.timeout_s}")
+
+    def codes(self, dtype: str, raw_bytes: int) -> bool:
+        """Whether a message of raw_bytes to one peer is coded. Both ends know the arguments, so both decide alike."""
+        if dtype not in DTYPES or raw_bytes == 0 or self.compress == "never":
+            return False
+        return self.compress == "always" or raw_bytes >= self.min_bytes
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What one call did.
+
+    Attributes:
+        mode: "compressed" if a message of the call was coded; "native" if all went as they are.
+        reason: one sentence, for a person.
+        operation: the Communicator's method.
+        sequence: the call's number on its Communicator, from 0.
+    """
+
+    mode: Literal["compressed", "native"]
+    reason: str
+    operation: str
+    sequence: int
+
+
+def explain(policy: Policy, dtype: str, coded: int, messages: int, largest_bytes: int) -> str:
+    """Why `coded` of `messages` messages, the largest of largest_bytes, were coded."""
+    if dtype not in DTYPES:
+        return f"{dtype} is not coded, only {' and '.join(sorted(DTYPES))} are"
+    if messages == 0:
+        return "nothing to send to another rank"
+    if policy.compress != "auto":
+        return f'compress="{policy.compress}"'
+    few = f"{coded} of {messages} messages have" if 0 < coded < messages else f"a message of {largest_bytes} bytes has"
+    return f"{few} {'at least' if coded else 'less than'} min_bytes = {policy.min_bytes}"
+
+
+def prefix_bytes(policy: Policy, n: int, dtype: str) -> int:
+    """Dynamic bytes that travel in phase one with a frame of n words; a function of what both ends know."""
+    most = max_frame_bytes(n, dtype) - static_bytes(n)
+    return min(most, align128(int(n * policy.prefix_percent / 100)))
