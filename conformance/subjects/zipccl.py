@@ -1,0 +1,97 @@
+"""Our own implementation, as the judge sees it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import zipccl_core
+from conformance.subject import REDUCE_OPS, Capabilities, PremulSum
+from zipccl_core import Codebook, Communicator, Policy
+
+MODES = {
+    "always": {"compress": "always"},
+    "always_gaussian": {"compress": "always", "codebook": "gaussian", "prefix_percent": 0.0},
+    "never": {"compress": "never"},
+    "auto": {"compress": "auto", "min_bytes": 4096},
+}
+
+
+class ZipcclCommunicator:
+    """A zipccl_core.Communicator that takes the judge's PremulSum and gives totals in stats()."""
+
+    def __init__(self, inner: Communicator) -> None:
+        self.inner = inner
+        self.all_gather_into_tensor = inner.all_gather_into_tensor
+        self.all_to_all_single = inner.all_to_all_single
+        self.barrier = inner.barrier
+        self.close = inner.close
+
+    @property
+    def last_decision(self) -> Any:
+        return self.inner.last_decision
+
+    def reduce_scatter_tensor(
+        self, output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False
+    ) -> Any:
+        return self.inner.reduce_scatter_tensor(output, input, torch_op(op), async_op=async_op)
+
+    def stats(self) -> dict[str, Any]:
+        operations = self.inner.stats()
+        totals: dict[str, Any] = {
+            key: sum(books[key] for books in operations.values())
+            for key in ("calls", "raw_bytes", "sent_bytes", "coded_words", "escapes", "phase_two_messages")
+        }
+        return {**totals, "operations": operations}
+
+
+def torch_op(op: Any) -> Any:
+    """torch's own op for the judge's PremulSum; any other op unchanged."""
+    if isinstance(op, PremulSum):
+        return dist._make_nccl_premul_sum(op.factor)
+    return op
+
+
+class ZipcclCodec:
+    """zipccl_core's encode and decode of CPU tensors."""
+
+    def encode(self, words: torch.Tensor, codebook_exponents: tuple[int, ...]) -> torch.Tensor:
+        buffer = zipccl_core.encode(words, Codebook.given(codebook_exponents))
+        return buffer[: zipccl_core.read_header(buffer).frame_bytes]
+
+    def decode(self, frame: torch.Tensor) -> torch.Tensor:
+        return zipccl_core.decode(frame)
+
+
+class ZipcclSubject:
+    """zipccl_core over gloo."""
+
+    name = "zipccl"
+    capabilities = Capabilities(
+        operations=frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier"}),
+        dtypes=frozenset({"bfloat16", "float32", "float16", "float64", "int32", "int64", "uint8"}),
+        coded_dtypes=frozenset({"bfloat16", "float32"}),
+        reduce_ops=REDUCE_OPS,
+        modes=tuple(MODES),
+        codec=True,
+        ordered_sum=True,
+        checks_arguments=True,
+        verifies=True,
+        any_layout=True,
+        decides=True,
+        versions={"frame format": str(zipccl_core.FORMAT_VERSION)},
+    )
+
+    def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
+        policy = Policy(timeout_s=timeout_s, **MODES[mode or "always"])  # type: ignore[arg-type]
+        return ZipcclCommunicator(Communicator(group, policy))
+
+    def codec(self) -> ZipcclCodec:
+        return ZipcclCodec()
+
+
+def subject() -> ZipcclSubject:
+    """Named by --subject zipccl."""
+    return ZipcclSubject()
