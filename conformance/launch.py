@@ -1,0 +1,477 @@
+"""Starts the ranks, follows them, and never waits without a bound. Imports neither torch nor pytest.
+
+Processes: the launcher (the pytest a person started) → torchrun → one supervisor a rank → the rank. The supervisor is a
+few lines that cannot fail the way a rank can: it writes down how its rank ended, before torchrun ends the others. What
+ranks say travels in `rank<r>.jsonl`, line-buffered, so that the last line of a dead one is still there.
+
+If a rank dies or hangs, the test it was in has FAILED, and the launcher starts a new *generation* of ranks with the
+test after it: one dead rank costs one verdict.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+POLL_S = 0.05
+SUPERVISOR_GRACE_S = 0.3
+STACKS_GRACE_S = 1.0
+KILL_GRACE_S = 10.0
+MAX_GENERATIONS = 25
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(sig: int = signal.SIGKILL) -> None:
+    """Have the kernel send this process `sig` when its parent ends (Linux; elsewhere nothing is done)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, sig)
+
+
+class EventLog:
+    """An append-only file of JSON lines; every line is on disk when `write` returns."""
+
+    def __init__(self, path: Path, **always: Any) -> None:
+        self.path = path
+        self._always = always
+        self._file = path.open("a", buffering=1)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one event with the time of day in seconds."""
+        self._file.write(json.dumps({"event": event, "t": time.time(), **self._always, **fields}, default=str) + "\n")
+
+
+class Tail:
+    """The lines of a growing JSON-lines file, each once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._at = 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """What was appended since the last call; an unfinished last line waits for its end."""
+        if not self.path.exists():
+            return
+        with self.path.open("rb") as f:
+            f.seek(self._at)
+            data = f.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._at += len(whole)
+        for line in whole.splitlines():
+            yield json.loads(line)
+
+
+@dataclass
+class Result:
+    """The verdict of one test over all ranks.
+
+    Attributes:
+        kind: PASS, FAIL, UNSUPPORTED, XFAIL or ERROR.
+        reason: one line.
+        text: the whole report: the first failing rank's traceback, and a line a rank.
+        by_rank: rank → one line.
+        operation: the collective the test is about, "" if none.
+        seconds: of the slowest rank.
+    """
+
+    nodeid: str
+    kind: str
+    reason: str = ""
+    text: str = ""
+    by_rank: dict[str, str] = field(default_factory=dict)
+    operation: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Run:
+    """All that is known of a run; can be rebuilt from its directory alone (`read_run`)."""
+
+    run_dir: Path
+    world_size: int = 0
+    header: dict[str, str] = field(default_factory=dict)
+    nodeids: list[str] = field(default_factory=list)
+    results: dict[str, Result] = field(default_factory=dict)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    started: float = 0.0
+    ended: float = 0.0
+
+    def ok(self) -> bool:
+        """Nothing failed, everything collected has a verdict, and at least one test passed."""
+        kinds = [r.kind for r in self.results.values()]
+        return not self.problems and "FAIL" not in kinds and "ERROR" not in kinds and "PASS" in kinds
+
+
+@dataclass
+class _Rank:
+    """What the launcher knows of one rank of the present generation."""
+
+    number: int
+    tail: Tail
+    pid: int = 0
+    in_test: dict[str, Any] | None = None
+    last_index: int = -1
+    exit: dict[str, Any] | None = None
+    ended: bool = False
+
+
+_WORSE = {"PASS": 0, "UNSUPPORTED": 1, "XFAIL": 1, "FAIL": 2, "ERROR": 3}
+
+
+class Follower:
+    """Turns the events of all ranks into a Run. `on_result` is called for every first or worsened verdict."""
+
+    def __init__(self, run: Run, on_result: Callable[[Result], None] = lambda r: None) -> None:
+        self.run = run
+        self.on_result = on_result
+        self.ranks: dict[int, _Rank] = {}
+
+    def poll(self) -> bool:
+        """Read what is new; True if anything was."""
+        for number in range(self.run.world_size):
+            self.ranks.setdefault(number, _Rank(number, Tail(self.run.run_dir / f"rank{number}.jsonl")))
+        news = [(event["t"], rank, event) for rank in self.ranks.values() for event in rank.tail.read()]
+        for _, rank, event in sorted(news, key=lambda n: n[0]):
+            self._take(rank, event)
+        return bool(news)
+
+    def _take(self, rank: _Rank, e: dict[str, Any]) -> None:
+        kind = e["event"]
+        if kind == "start":
+            rank.pid, rank.in_test, rank.exit, rank.ended, rank.last_index = e["pid"], None, None, False, -1
+            self.run.started = self.run.started or e["t"]
+        elif kind == "header":
+            self.run.header.update(e["header"])
+        elif kind == "collected" and not self.run.nodeids:
+            self.run.nodeids = e["nodeids"]
+        elif kind == "collect_error":
+            text = f"collection of {e['nodeid'] or 'the session'} failed:\n{e['text']}"
+            if text not in self.run.problems:
+                self.run.problems.append(text)
+        elif kind == "test_start":
+            rank.in_test = e
+            rank.last_index = e["index"]
+        elif kind == "verdict":
+            rank.in_test = None
+            self.settle(Result(**e["result"]))
+            self.run.ended = e["t"]
+        elif kind == "row":
+            self.run.rows.append({"table": e["table"], **e["fields"]})
+        elif kind == "problem":
+            self.run.problems.append(e["text"])
+        elif kind == "end":
+            rank.ended = True
+        elif kind == "exit":
+            rank.exit = e
+
+    def settle(self, result: Result, *, over: bool = False) -> None:
+        """Record a verdict; of two for one test the worse one holds, or this one if `over`."""
+        old = self.run.results.get(result.nodeid)
+        if old is None or over or _WORSE[result.kind] > _WORSE[old.kind]:
+            self.run.results[result.nodeid] = result
+            self.on_result(result)
+
+    def fatal(self) -> _Rank | None:
+        """The rank that ended first without having finished its session, if any."""
+        dead = [r for r in self.ranks.values() if r.exit and not r.exit.get("told") and not r.ended]
+        return min(dead, key=lambda r: r.exit["t"] if r.exit else 0.0) if dead else None
+
+
+def describe_exit(code: int) -> str:
+    """A return code in words: "exit code 3", "signal SIGKILL"."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def log_tail(run_dir: Path, rank: int, lines: int = 40) -> str:
+    """The last lines of what a rank printed."""
+    path = run_dir / f"rank{rank}.log"
+    text = path.read_text(errors="replace") if path.exists() else ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to launch.
+
+    Attributes:
+        pytest_args: arguments of the pytest in every rank.
+        world_size: ranks.
+        run_dir: where everything is written; exists.
+        deadline_s: the whole run's.
+        cwd: where the ranks start.
+        stop_at_first: no new generation after a dead rank (-x).
+    """
+
+    pytest_args: tuple[str, ...]
+    world_size: int
+    run_dir: Path
+    deadline_s: float
+    cwd: Path
+    stop_at_first: bool = False
+
+
+def new_run_dir(parent: Path) -> Path:
+    """Make parent/<time of day>, with a suffix if two runs begin in one second."""
+    stamp = datetime.datetime.now().strftime("%Y%m%d-%H%M%S")
+    for suffix in ["", *(f"-{i}" for i in range(2, 1000))]:
+        path = parent / (stamp + suffix)
+        try:
+            path.mkdir(parents=True)
+            return path
+        except FileExistsError:
+            continue
+    raise FileExistsError(f"new_run_dir: 1000 runs within one second under {parent}")
+
+
+def launch(
+    plan: Plan, on_result: Callable[[Result], None], on_tick: Callable[[Run, Follower], None]
+) -> Run:
+    """Run the plan to its end or its deadline; every process started has ended when this returns.
+
+    Args:
+        on_result: called at once for every verdict.
+        on_tick: called about ten times a second, for progress.
+    """
+    run = Run(plan.run_dir, plan.world_size, started=time.time())
+    follower = Follower(run, on_result)
+    deadline = time.monotonic() + plan.deadline_s
+    first_index = 0
+    with _sigterm_interrupts():
+        for generation in range(MAX_GENERATIONS):
+            process = _start(plan, first_index, generation)
+            try:
+                _follow(process, follower, deadline, on_tick)
+                timed_out = process.poll() is None
+                if timed_out:
+                    run.problems.append(_deadline_text(plan, follower))
+            finally:
+                _end(process, follower)
+            for _ in range(2):
+                follower.poll()
+            fatal = follower.fatal()
+            if timed_out:
+                break
+            if fatal is None:
+                if process.returncode and not run.problems:
+                    run.problems.append(_agent_text(plan, process.returncode))
+                break
+            index = _settle_dead(plan, follower, fatal)
+            if index is None or plan.stop_at_first or index + 1 >= len(run.nodeids):
+                break
+            first_index = index + 1
+        else:
+            run.problems.append(f"gave up after {MAX_GENERATIONS} generations of ranks: too many died")
+    if not run.problems and not plan.stop_at_first:
+        missing = [n for n in run.nodeids if n not in run.results]
+        if missing and not any(r.kind in ("FAIL", "ERROR") for r in run.results.values()):
+            run.problems.append(f"{len(missing)} tests have no verdict, the first is {missing[0]}")
+    run.ended = time.time()
+    return run
+
+
+@contextlib.contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM ends the launcher as Ctrl-C does, so that what it started is ended too."""
+
+    def interrupt(signum: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    old = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def _start(plan: Plan, first_index: int, generation: int) -> subprocess.Popen[bytes]:
+    """Start torchrun in a process group of its own."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "PYTEST_CURRENT_TEST"))}
+    root = str(Path(__file__).resolve().parent.parent)
+    env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
+    env.setdefault("OMP_NUM_THREADS", "1")
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.world_size)),
+        *("-m", "conformance.launch", "--run-dir", str(plan.run_dir), "--"),
+        *(*plan.pytest_args, f"--run-dir={plan.run_dir}", "--launched", f"--first-index={first_index}"),
+    ]
+    with (plan.run_dir / "torchrun.log").open("ab") as log:
+        log.write(f"generation {generation}: {command}\n".encode())
+        log.flush()
+        return subprocess.Popen(
+            command,
+            cwd=plan.cwd,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+        )
+
+
+def _follow(
+    process: subprocess.Popen[bytes],
+    follower: Follower,
+    deadline: float,
+    on_tick: Callable[[Run, Follower], None],
+) -> None:
+    """Until torchrun ends or the deadline passes."""
+    while process.poll() is None and time.monotonic() < deadline:
+        follower.poll()
+        on_tick(follower.run, follower)
+        time.sleep(POLL_S)
+    follower.poll()
+    on_tick(follower.run, follower)
+
+
+def _end(process: subprocess.Popen[bytes], follower: Follower) -> None:
+    """Have whatever still runs dump its stacks, then end it: ranks by their ids first, then torchrun's group."""
+    if process.poll() is not None:
+        return
+    follower.poll()
+    pids = [r.pid for r in follower.ranks.values() if r.pid and not r.exit]
+    for sig, wait_s in ((signal.SIGUSR1, STACKS_GRACE_S), (signal.SIGKILL, 0.0)):
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, sig)
+        time.sleep(wait_s)
+    process.terminate()
+    try:
+        process.wait(KILL_GRACE_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _deadline_text(plan: Plan, follower: Follower) -> str:
+    follower.poll()
+    lines = [f"the run did not end within --deadline-s {plan.deadline_s:g} s:"]
+    for r in sorted(follower.ranks.values(), key=lambda r: r.number):
+        where = f"in {r.in_test['nodeid']}" if r.in_test else "between tests" if r.pid else "never started"
+        lines.append(f"  rank {r.number}: {'ended' if r.ended else where} (stacks: {plan.run_dir}/rank{r.number}.log)")
+        if r.in_test and r.in_test["nodeid"] not in follower.run.results:
+            text = f"not finished when the run's deadline of {plan.deadline_s:g} s passed"
+            follower.settle(Result(r.in_test["nodeid"], "FAIL", text, text, {str(r.number): "did not finish"}))
+    missing = [n for n in follower.run.nodeids if n not in follower.run.results]
+    if missing:
+        lines.append(f"  {len(missing)} tests never ran, the first is {missing[0]}")
+    return "\n".join(lines)
+
+
+def _agent_text(plan: Plan, code: int) -> str:
+    log = (plan.run_dir / "torchrun.log").read_text(errors="replace").splitlines()
+    return "\n".join([f"torchrun ended with {describe_exit(code)} and no rank said why:", *log[-25:]])
+
+
+def _settle_dead(plan: Plan, follower: Follower, fatal: _Rank) -> int | None:
+    """Give the test a rank died in its verdict. Returns the test's index, or None if it died outside a test."""
+    exit_event = fatal.exit or {}
+    test = fatal.in_test
+    how = describe_exit(exit_event["code"])
+    if test is None:
+        where = "after its last test" if fatal.last_index >= 0 else "before its first test"
+        if not follower.run.problems:
+            follower.run.problems.append(
+                f"rank {fatal.number} died {where} ({how}); the end of its log:\n"
+                f"{log_tail(plan.run_dir, fatal.number)}"
+            )
+        return None
+    hung = exit_event["t"] - test["t"] >= test["limit_s"]
+    if hung:
+        reason = f"rank {fatal.number} hung: not finished within its limit of {test['limit_s']:g} s"
+    else:
+        reason = f"rank {fatal.number} died: {how}"
+    old = follower.run.results.get(test["nodeid"])
+    by_rank = dict(old.by_rank) if old else {}
+    for r in follower.ranks.values():
+        by_rank.setdefault(str(r.number), "ended by torchrun after that" if r.in_test else "finished")
+    by_rank[str(fatal.number)] = reason
+    text = "\n".join(
+        [
+            f"{reason}; the end of its log ({plan.run_dir}/rank{fatal.number}.log):",
+            log_tail(plan.run_dir, fatal.number),
+            *([old.text] if old and old.text else []),
+        ]
+    )
+    seconds = exit_event["t"] - test["t"]
+    follower.settle(
+        Result(test["nodeid"], "FAIL", reason, text, by_rank, test.get("operation", ""), seconds), over=True
+    )
+    return int(test["index"])
+
+
+def read_run(run_dir: Path) -> Run:
+    """Judge a finished run again from its logs alone."""
+    numbers = sorted(int(p.stem.removeprefix("rank")) for p in run_dir.glob("rank*.jsonl"))
+    run = Run(run_dir, len(numbers))
+    Follower(run).poll()
+    return run
+
+
+def supervise(run_dir: Path, pytest_args: list[str]) -> int:
+    """One rank's supervisor: start it with its output in rank<r>.log, and write down how it ended."""
+    rank = int(os.environ["RANK"])
+    told: list[int] = []
+    log = (run_dir / f"rank{rank}.log").open("ab")
+    child = subprocess.Popen(
+        [sys.executable, "-u", "-m", "conformance.launch", "--as-rank", *pytest_args],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+
+    def stop(signum: int, frame: object) -> None:
+        told.append(signum)
+        child.kill()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    die_with_parent(signal.SIGTERM)
+    code = child.wait()
+    EventLog(run_dir / f"rank{rank}.jsonl", rank=rank).write("exit", code=code, told=bool(told))
+    if code and not told:
+        time.sleep(SUPERVISOR_GRACE_S)
+    return code if code >= 0 else 128 - code
+
+
+def be_rank(pytest_args: list[str]) -> int:
+    """The rank itself: pytest, with stacks on SIGUSR1 and its end bound to the supervisor's."""
+    die_with_parent()
+    stacks = os.dup(2)  # pytest captures 2 itself
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    import pytest
+
+    return int(pytest.main(pytest_args))
+
+
+def main(argv: list[str]) -> int:
+    """`--run-dir DIR -- ARGS` supervises a rank; `--as-rank ARGS` is one."""
+    if argv[0] == "--as-rank":
+        code = be_rank(argv[1:])
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # a group left behind by a failed test must not hold up the interpreter's end
+    return supervise(Path(argv[1]), argv[3:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,751 @@
+"""The pytest plugin: one verdict per test over all ranks, and a launcher so that plain `pytest conformance/` works.
+
+Outside torchrun (no RANK in the environment) this process collects nothing of the ranked suites: it starts torchrun
+with the same arguments, shows what happens and writes the report (launch.py, report.py). Inside, every rank runs the
+same tests in the same order, and:
+
+- A test that asks for `world` runs on all ranks, each time in a fresh process group with keys of its own in the store,
+  so that nothing of a failed test can pair with a later one. A test that does not runs on rank 0 alone.
+- After each test the ranks exchange outcomes through torchrun's store (never through a collective) and all report the
+  same verdict: the traceback of the rank that failed first, and a line for every rank.
+
+    def test_gather(world):
+        comm = world.communicator(mode="always")
+        ...
+        assert world.exchange(digest) == [...]
+
+Markers: `ranks(1, 2, 3)` runs the test in sub-worlds of these sizes; `requires("ordered_sum", dtypes="float32")` makes
+it UNSUPPORTED for subjects that do not claim it; `limit_s(120)` replaces --limit-s. Options: see `pytest --help`.
+
+Verdicts: PASS; FAIL: the subject is wrong, hung or died; UNSUPPORTED: it says so itself; XFAIL, strict; ERROR: the
+suite broke (setup, teardown, memory, the store).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import gc
+import hashlib
+import json
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from conformance.launch import EventLog, Plan, Result, launch, new_run_dir
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from conformance.subject import Codec, Communicator, Subject
+
+HERE = Path(__file__).resolve().parent
+CLOSE_LIMIT_S = 5.0
+VERDICT_GRACE_S = 1.0
+HANG_GRACE_S = 3.0
+MEETING_LIMIT_S = 120.0
+TEXT_LIMIT_CHARS = 30_000
+RANKED = pytest.StashKey["Ranked"]()
+RANKED_CODE = pytest.StashKey[pytest.ExitCode]()
+VERSIONS_SHOWN_ENV = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
+ENV_PREFIXES_SHOWN = ("NCCL_", "ZIPCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    g = parser.getgroup("conformance", "conformance of collectives")
+    g.addoption("--subject", default="zipccl", help="who is judged: a name, broken.NAME, or module:attribute")
+    g.addoption("--world-size", type=int, default=4, help="ranks to start (default 4)")
+    g.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live; cuda: one GPU a rank")
+    g.addoption("--limit-s", type=float, default=60.0, help="a rank hangs if a test takes longer (default 60)")
+    g.addoption("--group-timeout-s", type=float, default=15.0, help="timeout of each test's group (default 15)")
+    g.addoption("--deadline-s", type=float, default=900.0, help="end of the whole run (default 900)")
+    g.addoption("--run-dir", default="", help="where logs and reports go (default runs/<time of day>)")
+    g.addoption("--ranked", action="store_true", help="run all named paths on ranks, not only those of the suite")
+    g.addoption("--launched", action="store_true", help=argparse.SUPPRESS)
+    g.addoption("--first-index", type=int, default=0, help=argparse.SUPPRESS)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    for line in (
+        "outer: runs in the pytest that a person started, never on ranks",
+        "ranks(*sizes): run in sub-worlds of the first n ranks, for each n",
+        "requires(*flags, **members): capabilities without which the test is UNSUPPORTED",
+        "limit_s(seconds): how long one rank may take, in place of --limit-s",
+        "operation(name): the collective the test is about, for the report",
+    ):
+        config.addinivalue_line("markers", line)
+    if inside():
+        config.option.xmlpath = None  # the launcher writes the one JUnit
+        ranked = Ranked(config)
+        config.stash[RANKED] = ranked
+        config.pluginmanager.register(ranked, "conformance-ranked")
+
+
+def inside() -> bool:
+    """True in a process that torchrun started."""
+    return "RANK" in os.environ and "MASTER_ADDR" in os.environ
+
+
+# ---------------------------------------------------------------------------------------------------- outside
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
+    ranked_args, plain_args = ([], []) if inside() else split_args(config)
+    if not ranked_args or _only_shows(config):
+        return None
+    code = _launch(config, ranked_args)
+    if not plain_args:
+        return code
+    config.args = plain_args
+    config.option.xmlpath = None  # holds the ranked suites by now
+    config.stash[RANKED_CODE] = code
+    return None
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    code = session.config.stash.get(RANKED_CODE, pytest.ExitCode.OK)
+    if code and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        session.exitstatus = code
+
+
+def _only_shows(config: pytest.Config) -> bool:
+    names = ("help", "version", "markers", "showfixtures", "show_fixtures_per_test", "collectonly", "setupplan")
+    return any(getattr(config.option, n, False) for n in (*names, "cacheshow"))
+
+
+def split_args(config: pytest.Config) -> tuple[list[str], list[str]]:
+    """(paths to run on ranks, paths to run here) of what was named on the command line or in testpaths."""
+    ranked: list[str] = []
+    plain: list[str] = []
+    for arg in config.args:
+        path = Path(config.invocation_params.dir, arg.split("::")[0]).resolve()
+        is_suite = path.is_relative_to(HERE) and not path.is_relative_to(HERE / "meta")
+        above = HERE.is_relative_to(path) and path != HERE
+        (ranked if config.option.ranked or is_suite or above else plain).append(arg)
+    return ranked, plain
+
+
+def _launch(config: pytest.Config, ranked_args: list[str]) -> pytest.ExitCode:
+    """Check the arguments cheaply, start the ranks, show and write what came out."""
+    from conformance.report import Reporter
+    from conformance.subjects import check_name
+
+    option = config.option
+    problem = check_name(option.subject)
+    if option.world_size < 1:
+        problem = f"--world-size {option.world_size}: wanted 1 or more"
+    for name, flag in (("usepdb", "--pdb"), ("lf", "--lf"), ("failedfirst", "--ff"), ("stepwise", "--stepwise")):
+        if getattr(option, name, False):
+            problem = f"{flag} has no meaning over ranks; name the test instead: pytest FILE::TEST"
+    for arg in ranked_args:
+        if not Path(config.invocation_params.dir, arg.split("::")[0]).exists():
+            problem = f"no such file or folder: {arg}"
+    if problem:
+        raise pytest.UsageError(problem)
+
+    start = Path(config.invocation_params.dir)
+    run_dir = Path(start, option.run_dir) if option.run_dir else new_run_dir(config.rootpath / "runs")
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if any(run_dir.glob("rank*.jsonl")):
+        raise pytest.UsageError(f"--run-dir {run_dir} holds another run; name an empty one")
+    plan = Plan(
+        pytest_args=tuple(_inner_args(config, ranked_args)),
+        world_size=option.world_size,
+        run_dir=run_dir,
+        deadline_s=option.deadline_s,
+        cwd=start,
+        stop_at_first=option.maxfail == 1,
+    )
+    junit = Path(start, option.xmlpath) if option.xmlpath else run_dir / "junit.xml"
+    reporter = Reporter(run_dir, option.subject, verbose=option.verbose)
+    run = launch(plan, reporter.on_result, reporter.on_tick)
+    reporter.finish(run, junit)
+    if run.ok():
+        return pytest.ExitCode.OK
+    if not run.results and not run.problems:
+        return pytest.ExitCode.NO_TESTS_COLLECTED
+    return pytest.ExitCode.TESTS_FAILED
+
+
+def _inner_args(config: pytest.Config, ranked_args: list[str]) -> list[str]:
+    """What the person typed, with the paths reduced to the ranked ones, and xdist off."""
+    args = list(config.invocation_params.args)
+    for named in reversed(config.option.file_or_dir or []):
+        at = len(args) - 1 - args[::-1].index(named)
+        del args[at]
+    if config.pluginmanager.hasplugin("xdist"):
+        args.append("-n0")
+    return ["-p", "no:cacheprovider", *map(str, args), *ranked_args]
+
+
+# ----------------------------------------------------------------------------------------------------- inside
+
+
+class CloseFailed(AssertionError):
+    """The subject's Communicator could not be closed: the subject's fault, though a fixture found it."""
+
+
+class StoreGone(RuntimeError):
+    """torchrun's store cannot be reached: nothing can be agreed on any more."""
+
+
+class RanksMissing(RuntimeError):
+    """Some ranks did not write what they had to within the deadline."""
+
+    def __init__(self, what: str, missing: list[int], limit_s: float) -> None:
+        super().__init__(f"{what}: ranks {missing} did not arrive within {limit_s:g} s")
+        self.missing = missing
+
+
+class Store:
+    """torchrun's store, and nothing else, carries what the judge has to say between ranks."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        import torch.distributed as dist
+
+        self.rank, self.world_size = rank, world_size
+        self.where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        self._is_master = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" and rank == 0
+        self.control = self._client(self._is_master)
+        self.groups = self._client(False)
+        self.attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.prefix: Callable[[str], dist.Store] = lambda name: dist.PrefixStore(
+            f"conformance{self.attempt}/{name}", self.groups
+        )
+
+    def _client(self, is_master: bool) -> dist.TCPStore:
+        import torch.distributed as dist
+
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        with self._named():
+            return dist.TCPStore(host, port, None, is_master, timeout=timedelta(seconds=60), wait_for_workers=False)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        import torch.distributed as dist
+
+        try:
+            yield
+        except dist.DistNetworkError as e:
+            raise StoreGone(f"the store at {self.where} is gone (torchrun ended?): {e}") from e
+
+    def add(self, key: str) -> int:
+        """Count up; the order in which ranks came here."""
+        with self._named():
+            return int(self.control.add(f"{self.attempt}/{key}", 1))
+
+    def put(self, key: str, mine: bytes) -> None:
+        """Write this rank's part of a gather without waiting."""
+        with self._named():
+            self.control.set(f"{self.attempt}/{key}/{self.rank}", mine)
+
+    def gather(self, key: str, mine: bytes, ranks: Sequence[int], limit_s: float) -> dict[int, bytes]:
+        """What all of `ranks` wrote under key; those that did not within limit_s are left out."""
+        import torch.distributed as dist
+
+        names = {r: f"{self.attempt}/{key}/{r}" for r in ranks}
+        self.put(key, mine)
+        with self._named():
+            try:
+                self.control.wait(list(names.values()), timedelta(seconds=max(limit_s, 0.01)))
+                there = list(ranks)
+            except dist.DistStoreError:
+                there = [r for r in ranks if self.control.check([names[r]])]
+            return {r: self.control.get(names[r]) for r in there}
+
+
+class World:
+    """The ranks of one test. Made by the `world` fixture; everything made through it is closed at the test's end.
+
+    Attributes:
+        rank, world_size: in this test's world, which `ranks(n)` may make smaller than torchrun's.
+        group: a fresh default group of it (gloo; on cuda also NCCL).
+        device: where tensors under test belong.
+        subject: who is judged.
+    """
+
+    def __init__(self, ranked: Ranked, key: str, world_size: int, group_timeout_s: float) -> None:
+        import torch
+
+        self.rank = ranked.rank
+        self.world_size = world_size
+        self.subject = ranked.subject
+        on_cuda = ranked.config.option.device == "cuda"
+        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
+        self.group: dist.ProcessGroup
+        self._ranked = ranked
+        self._key = key
+        self._meetings = 0
+        self._timeout_s = group_timeout_s
+        self._backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
+        self._communicators: list[Communicator] = []
+
+    def _open(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        dist.init_process_group(
+            self._backend,
+            store=self._ranked.store.prefix(self._key),
+            rank=self.rank,
+            world_size=self.world_size,
+            timeout=timedelta(seconds=self._timeout_s),
+        )
+        group = dist.group.WORLD
+        assert group is not None
+        self.group = group
+
+    def _close(self) -> None:
+        """Close what was made, each step bounded. What is stuck is left behind, and the next test has other keys.
+
+        A rank without a failure waits for the others first: peers may still read what it has sent. One with a failure
+        closes at once: that is what releases its peers.
+        """
+        import torch.distributed as dist
+
+        if self._ranked.clean:
+            limit_s = self._timeout_s + VERDICT_GRACE_S
+            self._ranked.store.gather(f"{self._key}/done", b"", range(self.world_size), limit_s)
+        else:
+            self._ranked.store.put(f"{self._key}/done", b"")
+        stuck, failed = [], []
+        for communicator in reversed(self._communicators):
+            try:
+                if not bounded(communicator.close, "close communicator"):
+                    stuck.append("Communicator.close()")
+            except Exception as e:
+                failed.append(f"Communicator.close() raised {type(e).__name__}: {e}")
+        failed += [f"{s} did not return within {CLOSE_LIMIT_S:g} s" for s in stuck]
+        self._communicators.clear()
+        holder = [self.__dict__.pop("group", None)]
+        if dist.is_initialized() and not bounded(dist.destroy_process_group, "destroy group"):
+            stuck.append("destroy_process_group()")
+        gc.collect()
+        if not bounded(holder.clear, "drop group"):  # the connections close with the last reference
+            stuck.append("the group's destructor")
+        self._ranked.left_behind += stuck
+        if failed:
+            raise CloseFailed("; ".join(failed))
+
+    def communicator(
+        self, mode: str = "", group: dist.ProcessGroup | None = None, timeout_s: float | None = None
+    ) -> Communicator:
+        """The subject's Communicator on `group` (default: the whole world); collective over that group."""
+        made = self.subject.communicator(
+            self.group if group is None else group,
+            mode=mode,
+            timeout_s=self._timeout_s if timeout_s is None else timeout_s,
+        )
+        self._communicators.append(made)
+        return made
+
+    def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
+        """A group of some ranks; every rank of the world calls this. None on ranks outside it."""
+        import torch.distributed as dist
+
+        group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._timeout_s), backend=self._backend)
+        return group if self.rank in ranks else None
+
+    def require(self, *flags: str, **members: str | Sequence[str]) -> None:
+        """End the test as UNSUPPORTED unless the subject claims all of it; see Capabilities.missing."""
+        if missing := self.subject.capabilities.missing(*flags, **members):
+            pytest.skip(f"UNSUPPORTED: {missing}")
+
+    def exchange(self, mine: Any, limit_s: float | None = None) -> list[Any]:
+        """The objects of all ranks, by rank, through the store: independent of what is under test.
+
+        Args:
+            mine: small and picklable.
+            limit_s: default the group's timeout.
+
+        Raises:
+            RanksMissing: naming those who did not come.
+        """
+        self._meetings += 1
+        limit = self._timeout_s if limit_s is None else limit_s
+        key = f"{self._key}/meeting{self._meetings}"
+        came = self._ranked.store.gather(key, pickle.dumps(mine), range(self.world_size), limit)
+        if missing := sorted(set(range(self.world_size)) - set(came)):
+            raise RanksMissing(f"exchange {self._meetings} of this test", missing, limit)
+        return [pickle.loads(came[r]) for r in range(self.world_size)]
+
+    def barrier_store(self, name: str = "", limit_s: float | None = None) -> None:
+        """Wait until all ranks are here, through the store; they must give the same name."""
+        names = self.exchange(name, limit_s)
+        if len(set(names)) != 1:
+            raise AssertionError(f"barrier_store: the ranks stand at different barriers: {names}")
+
+
+def bounded(action: Callable[[], object], name: str, limit_s: float = CLOSE_LIMIT_S) -> bool:
+    """Run action in a thread; False if it has not returned within limit_s. Its exception is raised here."""
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            action()
+        except BaseException as e:
+            failed.append(e)
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if failed:
+        raise failed[0]
+    return not thread.is_alive()
+
+
+class Ranked:
+    """What the plugin does in a rank."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self.rank = int(os.environ["RANK"])
+        self.world_size = int(os.environ["WORLD_SIZE"])
+        self.store = Store(self.rank, self.world_size)
+        self.run_dir = self._agree_run_dir()
+        self.log = EventLog(self.run_dir / f"rank{self.rank}.jsonl", rank=self.rank)
+        self.log.write("start", pid=os.getpid(), world_size=self.world_size)
+        self.stacks = (self.run_dir / f"rank{self.rank}.log").open("a")
+        faulthandler.register(signal.SIGUSR1, self.stacks, all_threads=True)
+        self.left_behind: list[str] = []
+        self.index_of: dict[str, int] = {}
+        self._order: int | None = None
+        self._key = ""
+        self.clean = True
+        self._subject: Subject | None = None
+        if not config.option.launched and self.rank:
+            config.option.verbose = -2
+
+    def _agree_run_dir(self) -> Path:
+        given = self.config.option.run_dir
+        if not given:
+            mine = str(new_run_dir(self.config.rootpath / "runs")) if self.rank == 0 else ""
+            given = self.store.gather("run_dir", mine.encode(), range(self.world_size), MEETING_LIMIT_S)[0].decode()
+        path = Path(given)
+        path.mkdir(parents=True, exist_ok=True)
+        return path
+
+    @property
+    def subject(self) -> Subject:
+        if self._subject is None:
+            from conformance.subjects import load_subject
+
+            self._subject = load_subject(self.config.option.subject)
+        return self._subject
+
+    # -- collection
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
+        yield
+        nodeids = [item.nodeid for item in items]
+        self.index_of = {nodeid: i for i, nodeid in enumerate(nodeids)}
+        digest = hashlib.sha256("\n".join(nodeids).encode()).hexdigest()
+        told = self.store.gather("collected", digest.encode(), range(self.world_size), MEETING_LIMIT_S)
+        others = sorted(r for r in range(self.world_size) if told.get(r, b"").decode() != told.get(0, b"").decode())
+        if others:
+            text = f"rank {self.rank}: ranks {others} collected other tests than rank 0 (or did not arrive)"
+            self.log.write("problem", text=text)
+            raise pytest.UsageError(text)
+        self.log.write("collected", count=len(nodeids), nodeids=nodeids if self.rank == 0 else [])
+        del items[: self.config.option.first_index]
+        if items and self.rank == 0:
+            self.log.write("header", header=self._header())
+
+    def _header(self) -> dict[str, str]:
+        import torch
+
+        env = {
+            k: v for k, v in sorted(os.environ.items()) if k in VERSIONS_SHOWN_ENV or k.startswith(ENV_PREFIXES_SHOWN)
+        }
+        return {
+            "subject": self.subject.name,
+            "ranks": str(self.world_size),
+            "device": torch.cuda.get_device_name() if self.config.option.device == "cuda" else "cpu",
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            **dict(self.subject.capabilities.versions),
+            **env,
+        }
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self.log.write("collect_error", nodeid=report.nodeid, text=report.longreprtext[-TEXT_LIMIT_CHARS:])
+
+    def pytest_internalerror(self, excrepr: object) -> None:
+        self.log.write("problem", text=f"rank {self.rank}: pytest itself broke:\n{excrepr}")
+
+    # -- one test
+
+    def sub_world(self, item: pytest.Item) -> int:
+        """How many ranks the test runs on; 1 for a test without a world."""
+        if "world" not in getattr(item, "fixturenames", ()):
+            return 1
+        callspec = getattr(item, "callspec", None)
+        return int((callspec.params if callspec else {}).get("_world_ranks") or self.world_size)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        from _pytest.runner import runtestprotocol
+
+        index = self.index_of[item.nodeid]
+        limit = item.get_closest_marker("limit_s")
+        limit_s = float(limit.args[0]) if limit else float(self.config.option.limit_s)
+        n = self.sub_world(item)
+        takes_part = self.rank < n <= self.world_size
+        self._key, self._order, self.clean = f"test{index}", None, True
+        self.log.write("test_start", index=index, nodeid=item.nodeid, limit_s=limit_s, operation=_operation(item))
+        item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        began = time.monotonic()
+        faulthandler.dump_traceback_later(limit_s + HANG_GRACE_S, exit=True, file=self.stacks)
+        try:
+            if takes_part:
+                reports = runtestprotocol(item, log=False, nextitem=nextitem)
+            else:
+                reports = []
+                item.session._setupstate.teardown_exact(nextitem)
+            mine = _outcome(self.rank, reports, self._order)
+            if n > self.world_size and self.rank == 0:
+                mine.update(kind="UNSUPPORTED", line=f"UNSUPPORTED: needs {n} ranks of {self.world_size}")
+            mine["takes_part"] = takes_part
+            mine["seconds"] = time.monotonic() - began
+            self.log.write("outcome", index=index, **{k: v for k, v in mine.items() if k != "text"})
+            result = self._agree(item, mine, began + limit_s + VERDICT_GRACE_S)
+        finally:
+            faulthandler.cancel_dump_traceback_later()
+        self.log.write("verdict", index=index, result=vars(result))
+        for report in _as_reports(item, result):
+            item.ihook.pytest_runtest_logreport(report=report)
+        item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def _agree(self, item: pytest.Item, mine: dict[str, Any], deadline: float) -> Result:
+        """The verdict over all ranks; the same on each of them."""
+        everyone = range(self.world_size)
+        try:
+            came = self.store.gather(
+                f"{self._key}/outcome", json.dumps(mine).encode(), everyone, deadline - time.monotonic()
+            )
+        except StoreGone as e:
+            text = "\n".join(filter(None, [f"rank {self.rank}: {e}", mine["text"]]))
+            return Result(item.nodeid, "ERROR", str(e), text, {str(self.rank): str(e)}, _operation(item))
+        return merge(item.nodeid, _operation(item), {r: json.loads(c) for r, c in came.items()}, self.world_size)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Iterator[pytest.TestReport]:
+        report = yield
+        self.clean = self.clean and report.passed
+        if report.failed and self._order is None:
+            self._order = -1
+            with contextlib.suppress(StoreGone):
+                self._order = self.store.add(f"{self._key}/order")
+            error = call.excinfo.value if call.excinfo else None
+            report.broke = is_out_of_memory(error) or (report.when != "call" and not isinstance(error, CloseFailed))
+            if isinstance(error, (StoreGone, RanksMissing)):
+                report.broke = isinstance(error, StoreGone)
+            del error
+            # Frames of the traceback hold the test's groups; peers are released only when those are gone.
+            for name in ("last_type", "last_value", "last_traceback", "last_exc"):
+                if hasattr(sys, name):
+                    delattr(sys, name)
+        return report
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        for marker in item.iter_markers("requires"):
+            if missing := self.subject.capabilities.missing(*marker.args, **marker.kwargs):
+                pytest.skip(f"UNSUPPORTED: {missing}")
+
+    # -- the end
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        self.log.write("end", exitstatus=int(exitstatus), left_behind=self.left_behind)
+        if self.config.option.launched and exitstatus in (0, 1, 2, 5):
+            session.exitstatus = 0  # the verdicts are in the log; a failed rank would make torchrun end the others
+
+    def pytest_unconfigure(self) -> None:
+        faulthandler.dump_traceback_later(20, exit=True, file=self.stacks)
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """MemoryError, or what torch raises for it on a CPU or a GPU."""
+    text = str(error)
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError)
+        and any(s in text for s in ("out of memory", "can't allocate memory", "not enough memory"))
+    )
+
+
+def _operation(item: pytest.Item) -> str:
+    """The collective a test is about: its parameter `operation`, or its marker."""
+    callspec = getattr(item, "callspec", None)
+    if callspec and isinstance(callspec.params.get("operation"), str):
+        return str(callspec.params["operation"])
+    marker = item.get_closest_marker("operation")
+    return str(marker.args[0]) if marker else ""
+
+
+def _outcome(rank: int, reports: list[pytest.TestReport], order: int | None) -> dict[str, Any]:
+    """One rank's outcome of one test, from pytest's reports of its phases."""
+    kind, line, text = "PASS", "passed", ""
+    for report in reports:
+        if report.failed and kind in ("PASS", "UNSUPPORTED", "XFAIL"):
+            broke = getattr(report, "broke", report.when != "call")
+            kind = "ERROR" if broke else "FAIL"
+            crash = getattr(report.longrepr, "reprcrash", None)
+            message = crash.message if crash else report.longreprtext.strip()
+            line = f"{'broke' if broke else 'failed'} in {report.when}: {_first_line(message)}"
+            text = report.longreprtext + "".join(f"\n--- {name} ---\n{content}" for name, content in report.sections)
+        elif report.skipped and kind == "PASS":
+            xfail = getattr(report, "wasxfail", None)
+            kind = "UNSUPPORTED" if xfail is None else "XFAIL"
+            reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longreprtext
+            line = reason.removeprefix("Skipped: ") if xfail is None else f"xfail: {xfail}"
+    return {"kind": kind, "line": line, "text": text[-TEXT_LIMIT_CHARS:], "order": order, "rank": rank}
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[0][:300] if lines else ""
+
+
+def merge(nodeid: str, operation: str, came: dict[int, dict[str, Any]], world_size: int) -> Result:
+    """One verdict from the outcomes of those ranks that gave one (pure; the same on every rank).
+
+    Args:
+        came: rank → kind, line, text, order, takes_part, seconds.
+    """
+    missing = [r for r in range(world_size) if r not in came]
+    by_rank = {str(r): came[r]["line"] if came[r]["takes_part"] else "idle" for r in sorted(came)}
+    by_rank.update({str(r): "missing: hung or dead" for r in missing})
+    seconds = max((c["seconds"] for c in came.values()), default=0.0)
+    failed = [c for c in came.values() if c["kind"] in ("FAIL", "ERROR")]
+    judged = {r: c for r, c in came.items() if c["takes_part"] or c["kind"] != "PASS"}
+    kinds = {c["kind"] for c in judged.values()}
+    table = "\n".join(f"  rank {r}: {by_rank[r]}" for r in sorted(by_rank, key=int))
+    if failed:
+        # Order 0 and below: the store was not there to give one.
+        first = min(failed, key=lambda c: (c["order"] is None or c["order"] < 1, c["order"] or 0, c["rank"]))
+        kind, reason = first["kind"], f"rank {first['rank']} {first['line']}"
+        text = f"rank {first['rank']} of {world_size} was the first to fail:\n\n{first['text']}\n\n{table}"
+    elif missing:
+        kind, reason = "FAIL", f"ranks {missing} are missing: hung or dead"
+        text = f"{reason}\n{table}"
+    elif len(kinds) > 1:
+        kind, reason = "FAIL", "the ranks disagree: " + ", ".join(f"{r}: {by_rank[str(r)]}" for r in sorted(judged))
+        text = f"the ranks disagree on the outcome:\n{table}"
+    else:
+        kind = kinds.pop() if kinds else "PASS"
+        reason = next(iter(judged.values()))["line"] if kind != "PASS" and judged else ""
+        text = ""
+    return Result(nodeid, kind, reason, text, by_rank, operation, seconds)
+
+
+def _as_reports(item: pytest.Item, result: Result) -> list[pytest.TestReport]:
+    """The verdict as pytest's three reports, the same on every rank."""
+
+    def report(when: str, outcome: str, longrepr: Any = None, **extra: Any) -> pytest.TestReport:
+        keywords = dict.fromkeys(item.keywords, 1)
+        return pytest.TestReport(
+            item.nodeid, item.location, keywords, outcome, longrepr, when, duration=result.seconds, **extra
+        )
+
+    where = (str(item.path), item.location[1] or 0)
+    if result.kind == "ERROR":
+        return [report("setup", "failed", result.text), report("teardown", "passed")]
+    if result.kind == "UNSUPPORTED":
+        return [report("setup", "skipped", (*where, f"Skipped: {result.reason}")), report("teardown", "passed")]
+    if result.kind == "XFAIL":
+        call = report("call", "skipped", result.reason, wasxfail=result.reason)
+    else:
+        call = report("call", "failed" if result.kind == "FAIL" else "passed", result.text or None)
+    return [report("setup", "passed"), call, report("teardown", "passed")]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if marker and "_world_ranks" in metafunc.fixturenames:
+        metafunc.parametrize("_world_ranks", marker.args, indirect=True, ids=[f"{n}ranks" for n in marker.args])
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if inside() and collection_path == HERE / "meta" else None
+
+
+# --------------------------------------------------------------------------------------------------- fixtures
+
+
+def _ranked(config: pytest.Config) -> Ranked:
+    ranked = config.stash.get(RANKED, None)
+    if ranked is None:
+        raise pytest.UsageError("this test needs ranks: name it to pytest with --ranked, or run it under torchrun")
+    return ranked
+
+
+@pytest.fixture
+def _world_ranks(request: pytest.FixtureRequest) -> int | None:
+    return getattr(request, "param", None)
+
+
+@pytest.fixture
+def world(request: pytest.FixtureRequest, _world_ranks: int | None) -> Iterator[World]:
+    """The ranks of this test in a fresh group; see World."""
+    ranked = _ranked(request.config)
+    size = _world_ranks or ranked.world_size
+    w = World(ranked, ranked._key, size, float(request.config.option.group_timeout_s))
+    try:
+        w._open()
+        yield w
+    finally:
+        w._close()
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest) -> Subject:
+    """Who is judged."""
+    return _ranked(request.config).subject
+
+
+@pytest.fixture
+def codec(subject: Subject) -> Codec:
+    """The subject's codec; UNSUPPORTED if it has none."""
+    if missing := subject.capabilities.missing("codec"):
+        pytest.skip(f"UNSUPPORTED: {missing}")
+    made = subject.codec()
+    assert made is not None, f"subject {subject.name} claims a codec, and codec() gave None"
+    return made
+
+
+@pytest.fixture
+def record_row(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """record_row(table, **fields): a row for the report; written by rank 0 only.
+
+    Rows of the table "frames" (kind, dtype, n_words, raw_bytes, frame_bytes, escapes) are summed by kind and dtype and
+    shown as bits per word, ratio and escape rate; any other table is shown as it is.
+    """
+    ranked = _ranked(request.config)
+
+    def record(table: str, **fields: Any) -> None:
+        if ranked.rank == 0:
+            ranked.log.write("row", table=table, fields=fields)
+
+    return record
+
+
