@@ -31,6 +31,7 @@ STACKS_GRACE_S = 1.0
 KILL_GRACE_S = 10.0
 MAX_GENERATIONS = 25
 PR_SET_PDEATHSIG = 1
+GENERATION_MARK = "==== generation"
 
 
 def die_with_parent(sig: int = signal.SIGKILL) -> None:
@@ -122,6 +123,7 @@ class _Rank:
     tail: Tail
     pid: int = 0
     in_test: dict[str, Any] | None = None
+    busy: bool = False
     last_index: int = -1
     exit: dict[str, Any] | None = None
     ended: bool = False
@@ -163,6 +165,9 @@ class Follower:
         elif kind == "test_start":
             rank.in_test = e
             rank.last_index = e["index"]
+            rank.busy = True
+        elif kind == "outcome":
+            rank.busy = False
         elif kind == "verdict":
             rank.in_test = None
             self.settle(Result(**e["result"]))
@@ -200,10 +205,10 @@ def describe_exit(code: int) -> str:
 
 
 def log_tail(run_dir: Path, rank: int, lines: int = 40) -> str:
-    """The last lines of what a rank printed."""
+    """The last lines of what a rank of the present generation printed."""
     path = run_dir / f"rank{rank}.log"
     text = path.read_text(errors="replace") if path.exists() else ""
-    return "\n".join(text.splitlines()[-lines:])
+    return "\n".join(text.rpartition(GENERATION_MARK)[2].splitlines()[1:][-lines:])
 
 
 @dataclass(frozen=True)
@@ -396,14 +401,16 @@ def _settle_dead(plan: Plan, follower: Follower, fatal: _Rank) -> int | None:
         return None
     hung = exit_event["t"] - test["t"] >= test["limit_s"]
     if hung:
-        reason = f"rank {fatal.number} hung: not finished within its limit of {test['limit_s']:g} s"
+        numbers = [r.number for r in follower.ranks.values() if r.busy and r.last_index == test["index"]]
+        who = "all ranks" if len(numbers) == plan.world_size > 1 else " ".join(f"rank {n}" for n in numbers)
+        reason = f"{who} hung: not finished within the limit of {test['limit_s']:g} s"
     else:
         reason = f"rank {fatal.number} died: {how}"
     old = follower.run.results.get(test["nodeid"])
     by_rank = dict(old.by_rank) if old else {}
     for r in follower.ranks.values():
         by_rank.setdefault(str(r.number), "ended by torchrun after that" if r.in_test else "finished")
-    by_rank[str(fatal.number)] = reason
+    by_rank[str(fatal.number)] = "hung" if hung else f"died: {how}"
     text = "\n".join(
         [
             f"{reason}; the end of its log ({plan.run_dir}/rank{fatal.number}.log):",

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conformance.launch import EventLog, Plan, Result, launch, new_run_dir
+from conformance.launch import GENERATION_MARK, EventLog, Plan, Result, launch, new_run_dir
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -58,7 +58,7 @@ TEXT_LIMIT_CHARS = 30_000
 RANKED = pytest.StashKey["Ranked"]()
 RANKED_CODE = pytest.StashKey[pytest.ExitCode]()
 VERSIONS_SHOWN_ENV = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
-ENV_PREFIXES_SHOWN = ("NCCL_", "ZIPCCL_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_")
+ENV_PREFIXES_SHOWN = ("NCCL_", "ZIPCCL_", "TORCH_DISTRIBUTED_")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -187,7 +187,7 @@ def _inner_args(config: pytest.Config, ranked_args: list[str]) -> list[str]:
         del args[at]
     if config.pluginmanager.hasplugin("xdist"):
         args.append("-n0")
-    return ["-p", "no:cacheprovider", *map(str, args), *ranked_args]
+    return ["-p", "no:cacheprovider", "--capture=sys", "--tb=short", *map(str, args), *ranked_args]
 
 
 # ----------------------------------------------------------------------------------------------------- inside
@@ -318,7 +318,7 @@ class World:
         import torch.distributed as dist
 
         if self._ranked.clean:
-            limit_s = self._timeout_s + VERDICT_GRACE_S
+            limit_s = min(self._timeout_s + VERDICT_GRACE_S, self._ranked.deadline - time.monotonic())
             self._ranked.store.gather(f"{self._key}/done", b"", range(self.world_size), limit_s)
         else:
             self._ranked.store.put(f"{self._key}/done", b"")
@@ -419,6 +419,8 @@ class Ranked:
         self.run_dir = self._agree_run_dir()
         self.log = EventLog(self.run_dir / f"rank{self.rank}.jsonl", rank=self.rank)
         self.log.write("start", pid=os.getpid(), world_size=self.world_size)
+        generation = self.log.path.read_text().count('"event": "start"')
+        print(f"{GENERATION_MARK} {generation}", file=sys.stderr, flush=True)
         self.stacks = (self.run_dir / f"rank{self.rank}.log").open("a")
         faulthandler.register(signal.SIGUSR1, self.stacks, all_threads=True)
         self.left_behind: list[str] = []
@@ -426,6 +428,7 @@ class Ranked:
         self._order: int | None = None
         self._key = ""
         self.clean = True
+        self.deadline = 0.0
         self._subject: Subject | None = None
         if not config.option.launched and self.rank:
             config.option.verbose = -2
@@ -486,6 +489,9 @@ class Ranked:
         if report.failed:
             self.log.write("collect_error", nodeid=report.nodeid, text=report.longreprtext[-TEXT_LIMIT_CHARS:])
 
+    def pytest_keyboard_interrupt(self, excinfo: pytest.ExceptionInfo[BaseException]) -> None:
+        self.log.write("problem", text=f"rank {self.rank} left the session: {excinfo.exconly()}")
+
     def pytest_internalerror(self, excrepr: object) -> None:
         self.log.write("problem", text=f"rank {self.rank}: pytest itself broke:\n{excrepr}")
 
@@ -511,6 +517,7 @@ class Ranked:
         self.log.write("test_start", index=index, nodeid=item.nodeid, limit_s=limit_s, operation=_operation(item))
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         began = time.monotonic()
+        self.deadline = began + limit_s
         faulthandler.dump_traceback_later(limit_s + HANG_GRACE_S, exit=True, file=self.stacks)
         try:
             if takes_part:
@@ -524,7 +531,7 @@ class Ranked:
             mine["takes_part"] = takes_part
             mine["seconds"] = time.monotonic() - began
             self.log.write("outcome", index=index, **{k: v for k, v in mine.items() if k != "text"})
-            result = self._agree(item, mine, began + limit_s + VERDICT_GRACE_S)
+            result = self._agree(item, mine, self.deadline + VERDICT_GRACE_S)
         finally:
             faulthandler.cancel_dump_traceback_later()
         self.log.write("verdict", index=index, result=vars(result))
@@ -577,7 +584,7 @@ class Ranked:
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         self.log.write("end", exitstatus=int(exitstatus), left_behind=self.left_behind)
-        if self.config.option.launched and exitstatus in (0, 1, 2, 5):
+        if self.config.option.launched and exitstatus in (0, 1, 5):
             session.exitstatus = 0  # the verdicts are in the log; a failed rank would make torchrun end the others
 
     def pytest_unconfigure(self) -> None:
@@ -612,7 +619,9 @@ def _outcome(rank: int, reports: list[pytest.TestReport], order: int | None) -> 
             crash = getattr(report.longrepr, "reprcrash", None)
             message = crash.message if crash else report.longreprtext.strip()
             line = f"{'broke' if broke else 'failed'} in {report.when}: {_first_line(message)}"
-            text = report.longreprtext + "".join(f"\n--- {name} ---\n{content}" for name, content in report.sections)
+            text = report.longreprtext + "".join(
+                f"\n--- {name} ---\n{content}" for name, content in report.sections if "log" not in name
+            )
         elif report.skipped and kind == "PASS":
             xfail = getattr(report, "wasxfail", None)
             kind = "UNSUPPORTED" if xfail is None else "XFAIL"
@@ -644,6 +653,8 @@ def merge(nodeid: str, operation: str, came: dict[int, dict[str, Any]], world_si
         # Order 0 and below: the store was not there to give one.
         first = min(failed, key=lambda c: (c["order"] is None or c["order"] < 1, c["order"] or 0, c["rank"]))
         kind, reason = first["kind"], f"rank {first['rank']} {first['line']}"
+        if alone := [r for r in sorted(judged) if judged[r]["kind"] == "UNSUPPORTED"]:
+            reason = f"ranks {alone} skipped and others did not ({judged[alone[0]]['line']}); {reason}"
         text = f"rank {first['rank']} of {world_size} was the first to fail:\n\n{first['text']}\n\n{table}"
     elif missing:
         kind, reason = "FAIL", f"ranks {missing} are missing: hung or dead"

@@ -26,6 +26,7 @@ COLOURS = {"PASS": "green", "FAIL": "red", "ERROR": "red", "UNSUPPORTED": "yello
 PYTEST_WORDS = {"PASS": "passed", "FAIL": "failed", "UNSUPPORTED": "skipped", "ERROR": "errors", "XFAIL": "xfailed"}
 TICK_S = 5.0
 ROWS_SHOWN = 40
+REASON_CHARS = 200
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd]")
 MIN_COLUMNS = 100
 
@@ -58,7 +59,7 @@ class Reporter:
             self.out.print(f"{result.nodeid} {result.kind} {result.reason}"[:300], markup=False, highlight=False)
         if result.kind in ("FAIL", "ERROR"):
             self.err.rule(f"{result.kind} {result.nodeid}", style=COLOURS[result.kind], characters="_")
-            self.err.print(Text(result.text or result.reason))
+            self.err.print(Text(result.text or result.reason), soft_wrap=True)
 
     def _close_file(self) -> None:
         if self._file and not self._live:
@@ -177,13 +178,13 @@ def show(run: Run, out: Console) -> None:
             out.print(f"  … and {len(table_rows) - ROWS_SHOWN} more rows in report.json")
     reasons = Counter(r.reason for r in run.results.values() if r.kind == "UNSUPPORTED")
     for reason, n in reasons.most_common(ROWS_SHOWN):
-        out.print(f"SKIPPED [{n}] {reason}", markup=False, highlight=False)
+        out.print(f"SKIPPED [{n}] {reason}", markup=False, highlight=False, soft_wrap=True)
     for r in run.results.values():
         if r.kind in ("FAIL", "ERROR", "XFAIL"):
             word = {"FAIL": "FAILED", "ERROR": "ERROR", "XFAIL": "XFAIL"}[r.kind]
-            out.print(f"{word} {r.nodeid} - {r.reason}", markup=False, highlight=False)
+            out.print(f"{word} {r.nodeid} - {r.reason[:REASON_CHARS]}", markup=False, highlight=False, soft_wrap=True)
     for problem in run.problems:
-        out.print(f"PROBLEM {problem}", style="red", markup=False, highlight=False)
+        out.print(f"PROBLEM {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
 
 
 def _cell(value: Any) -> str:

@@ -91,7 +91,6 @@ class TorchNative:
             reduce_ops=frozenset(ops),
             modes=("native",),
             decides=True,
-            versions={"gloo": "of this torch"},
         )
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> NativeCommunicator:
