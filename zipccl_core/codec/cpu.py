@@ -60,6 +60,10 @@ class _Chunk(NamedTuple):
     m: int  # words of each
 
     @property
+    def numbers(self) -> slice:
+        return slice(self.first_block, self.first_block + self.blocks)
+
+    @property
     def words(self) -> slice:
         start = self.first_block * BLOCK_WORDS
         return slice(start, start + self.blocks * self.m)
@@ -146,17 +150,16 @@ def encode_into(elements: Elements, codebook: Codebook, out: U8) -> FrameHeader:
     if np.may_share_memory(elements, out[:wanted]):
         raise InvalidArgument("encode: out must not overlap the words; give it memory of its own")
 
-    table = _code_table(codebook)
+    table = _code_table(codebook.exponents)
     static = static_bytes(n)
     entries = np.zeros(n_blocks(n), dtype=np.uint64)
     block_sums = np.zeros(n_blocks(n), dtype=np.uint64)
     end = escapes = 0  # end: of the dynamic parts written so far, counted from static
     for chunk in _chunks(n):
-        blocks = slice(chunk.first_block, chunk.first_block + chunk.blocks)
         rows = elements[chunk.words].reshape(chunk.blocks, chunk.m)
         records = out[chunk.records(n)].reshape(chunk.blocks, -1)
-        block_sums[blocks] = _block_sums(rows)
-        end, chunk_escapes = _encode_chunk(rows, table, records, out[static:], end, entries[blocks])
+        block_sums[chunk.numbers] = _block_sums(rows)
+        end, chunk_escapes = _encode_chunk(rows, table, records, out[static:], end, entries[chunk.numbers])
         escapes += chunk_escapes
 
     directory = out[HEADER_BYTES : HEADER_BYTES + align128(DIRECTORY_ENTRY_BYTES * entries.size)]
@@ -264,20 +267,15 @@ def decode_into(frame: U8, out: Elements) -> FrameHeader:
         raise InvalidArgument("decode: out must not overlap the frame; give it memory of its own")
 
     frame = frame[: header.frame_bytes]
-    entries, ends = _read_directory(frame, header)
-    dynamic = frame[header.static_bytes :]
-    table = _exponent_table(header.codebook)
-    code_table = _code_table(Codebook(header.codebook))
-    block_sums = np.zeros(len(entries), dtype=np.uint64)
+    source = _Source(
+        frame, header, *_read_directory(frame, header), _exponent_table(header), _code_table(header.codebook)
+    )
+    block_sums = np.zeros(n_blocks(n), dtype=np.uint64)
     escapes = 0
     for chunk in _chunks(n):
-        blocks = slice(chunk.first_block, chunk.first_block + chunk.blocks)
         rows = out[chunk.words].reshape(chunk.blocks, chunk.m)
-        records = frame[chunk.records(n)].reshape(chunk.blocks, -1)
-        escapes += _decode_chunk(
-            chunk.first_block, records, dynamic, entries[blocks], ends[blocks], table, code_table, rows
-        )
-        block_sums[blocks] = _block_sums(rows)
+        escapes += _decode_chunk(source, chunk, rows)
+        block_sums[chunk.numbers] = _block_sums(rows)
 
     if escapes != header.escapes:
         raise CorruptFrame(f"decode: Escapes at byte 32 must be {escapes}, got {header.escapes}")
@@ -289,15 +287,27 @@ def decode_into(frame: U8, out: Elements) -> FrameHeader:
     return header
 
 
-def _read_directory(frame: U8, header: FrameHeader) -> tuple[U64, NDArray[np.int64]]:
-    """Directory entries and the ends of the dynamic parts, checked (FORMAT.md 8.9)."""
+class _Source(NamedTuple):
+    """A frame whose header and directory have been checked."""
+
+    frame: U8
+    header: FrameHeader
+    entries: U64
+    begins: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    exponent_table: bytes
+    code_table: bytes
+
+
+def _read_directory(frame: U8, header: FrameHeader) -> tuple[U64, NDArray[np.int64], NDArray[np.int64]]:
+    """Directory entries, and begins and ends of the dynamic parts from static_bytes on, checked (FORMAT.md 8.9)."""
     n, count = header.n_words, n_blocks(header.n_words)
     directory = frame[HEADER_BYTES : HEADER_BYTES + align128(DIRECTORY_ENTRY_BYTES * count)]
     used = DIRECTORY_ENTRY_BYTES * count
     _check_zero(directory[used:], HEADER_BYTES + used, "directory padding")
     entries = directory[:used].copy().view(np.uint64)
-    offsets = (entries & np.uint64(OFFSET_MASK)).astype(np.int64)
-    ends = np.append(offsets, header.dynamic_bytes)[1:]
+    begins = (entries & np.uint64(OFFSET_MASK)).astype(np.int64)
+    ends = np.append(begins, header.dynamic_bytes)[1:]
 
     def refuse(bad: NDArray[np.bool_], rule: str) -> None:
         if bad.any():
@@ -310,77 +320,81 @@ def _read_directory(frame: U8, header: FrameHeader) -> tuple[U64, NDArray[np.int
     refuse((entries & np.uint64(RESERVED_DIRECTORY_BITS)) != 0, "bits 58 to 63 must be zero")
     if header.dtype != "float32":
         refuse((entries & np.uint64(LOW_HALVES_BIT)) != 0, f"Low_Halves must be 0 for {header.dtype}")
-    refuse(offsets[:1] != 0, "the first Dynamic_Offset must be 0")
-    sizes = ends - offsets
+    refuse(begins[:1] != 0, "the first Dynamic_Offset must be 0")
+    sizes = ends - begins
     refuse(sizes < 0, "a Dynamic_Offset must not be above the next, nor above Dynamic_Bytes")
     low = 2 if header.dtype == "float32" else 0
     most = np.full(count, spill_bytes(BLOCK_WORDS) + low * BLOCK_WORDS)
     if rest := n % BLOCK_WORDS:
         most[-1] = spill_bytes(rest) + low * rest
     refuse(sizes > most, "its dynamic part is larger than a block of this dtype has")
-    return entries, ends
+    return entries, begins, ends
 
 
-def _decode_chunk(
-    first_block: int,
-    records: U8,
-    dynamic: U8,
-    entries: U64,
-    ends: NDArray[np.int64],
-    table: bytes,
-    code_table: bytes,
-    rows: Elements,
-) -> int:
+def _decode_chunk(source: _Source, chunk: _Chunk, rows: Elements) -> int:
     """Decode blocks of one size into [blocks, m] elements and check them (FORMAT.md 8.10, 8.11); returns escapes."""
-    m = rows.shape[1]
+    m, static = chunk.m, source.header.static_bytes
+    place = chunk.records(source.header.n_words)
+    records = source.frame[place].reshape(chunk.blocks, -1)
     codes = _read_codes(records, m)
     counts = _true_counts(codes == ESCAPE)
-    flags = entries & np.uint64(STORED_BIT | LOW_HALVES_BIT)
-    offsets = (entries & np.uint64(OFFSET_MASK)).astype(np.int64)
+    flags = (source.entries[chunk.numbers] & np.uint64(STORED_BIT | LOW_HALVES_BIT)).tolist()
+    begins, ends = source.begins[chunk.numbers].tolist(), source.ends[chunk.numbers].tolist()
     words = rows if rows.dtype == np.uint16 else np.empty(rows.shape, dtype=np.uint16)
 
-    if not flags.any():
-        for b, (count, size) in enumerate(zip(counts, (ends - offsets).tolist(), strict=True)):
-            _check_size(first_block + b, count, size)
-        _check_beyond_m(records, m, first_block)
-        body = dynamic[int(offsets[0]) : int(ends[-1])]
-        _check_escapes(first_block, body, code_table, int(offsets[0]))
-        _join_words(records, codes, table, body, words)
+    if not any(flags):
+        for b, count in enumerate(counts):
+            _check_coded(chunk.first_block + b, m, count, ends[b] - begins[b])
+        _check_coded_records(records, m, chunk.first_block, place.start)
+        body = source.frame[static + begins[0] : static + ends[-1]]
+        _check_escapes(source, body, static + begins[0])
+        _join_words(records, codes, source.exponent_table, body, words)
         if rows.dtype == np.uint32:
             np.left_shift(words, 16, out=rows, dtype=np.uint32)
-        return body.size
+        return int(body.size)
 
     escapes = 0
-    for b in range(len(rows)):
-        number, begin, end = first_block + b, int(offsets[b]), int(ends[b])
-        stored, low_present = bool(int(flags[b]) & STORED_BIT), bool(int(flags[b]) & LOW_HALVES_BIT)
-        body_bytes = spill_bytes(m) if stored else counts[b]
-        _check_size(number, body_bytes + (2 * m if low_present else 0), end - begin)
-        body = dynamic[begin : begin + body_bytes]
-        if stored:
-            held = min(2 * m, record_bytes(m))
-            _check_zero(records[b, held:], None, f"record padding of block {number}")
-            words[b] = np.concatenate([records[b, :held], body]).view(np.uint16)
-            block_codes = _translate((words[b] >> 7).astype(np.uint8), code_table)
-            block_escapes = m - int(np.count_nonzero(block_codes))
-            if block_escapes <= spill_bytes(m):
-                raise CorruptFrame(
-                    f"decode: block {number}: Stored must be 0 with {block_escapes} escapes of {m} words, got 1"
-                )
+    for b in range(chunk.blocks):
+        block, one = chunk.first_block + b, slice(b, b + 1)
+        low_bytes = 2 * m if flags[b] & LOW_HALVES_BIT else 0
+        record_at = place.start + b * records.shape[1]
+        begin, end = static + begins[b], static + ends[b]
+        body = source.frame[begin : end - low_bytes]
+        if flags[b] & STORED_BIT:
+            block_escapes = _read_stored(source, block, records[b], record_at, end - begin - low_bytes, body, words[b])
         else:
-            one = slice(b, b + 1)
-            _check_beyond_m(records[one], m, number)
-            _check_escapes(number, body, code_table, begin)
-            _join_words(records[one], codes[one], table, body, words[one])
-            block_escapes = body_bytes
+            block_escapes = counts[b]
+            _check_coded(block, m, block_escapes, end - begin - low_bytes)
+            _check_coded_records(records[one], m, block, record_at)
+            _check_escapes(source, body, begin)
+            _join_words(records[one], codes[one], source.exponent_table, body, words[one])
         escapes += block_escapes
         if rows.dtype == np.uint32:
             np.left_shift(words[b], 16, out=rows[b], dtype=np.uint32)
-            if low_present:
-                low = dynamic[begin + body_bytes : end].copy().view(np.uint16)
+            if low_bytes:
+                low = source.frame[end - low_bytes : end].copy().view(np.uint16)
                 if not low.any():
-                    raise CorruptFrame(f"decode: block {number}: Low_Halves must be 0 when all are zero, got 1")
+                    raise CorruptFrame(
+                        f"decode: block {block}: Low_Halves must be 0 when every low half is zero, got 1"
+                    )
                 rows[b] |= low
+    return escapes
+
+
+def _read_stored(source: _Source, block: int, record: U8, record_at: int, body_bytes: int, body: U8, words: U16) -> int:
+    """Rebuild the m words of a stored block and check it; returns its escapes."""
+    m = words.size
+    if body_bytes != spill_bytes(m):
+        raise CorruptFrame(
+            f"decode: block {block}: without low halves its dynamic part must have {spill_bytes(m)} bytes as it is "
+            f"stored, got {body_bytes}"
+        )
+    held = min(2 * m, record_bytes(m))
+    _check_zero(record[held:], record_at + held, f"record padding of block {block}")
+    words[:] = np.concatenate([record[:held], body]).view(np.uint16)
+    escapes = m - int(np.count_nonzero(_translate((words >> 7).astype(np.uint8), source.code_table)))
+    if escapes <= spill_bytes(m):
+        raise CorruptFrame(f"decode: block {block}: Stored must be 0 with {escapes} escapes of {m} words, got 1")
     return escapes
 
 
@@ -408,36 +422,38 @@ def _join_words(records: U8, codes: U8, table: bytes, escapes: U8, words: U16) -
     words |= low
 
 
-def _check_size(block: int, wanted: int, came: int) -> None:
-    if wanted != came:
-        raise CorruptFrame(f"decode: block {block}: its dynamic part must have {wanted} bytes, got {came}")
-
-
-def _check_escapes(first_block: int, body: U8, code_table: bytes, offset: int) -> None:
-    coded = _translate(body, code_table) != ESCAPE
-    if coded.any():
-        at = int(coded.argmax())
+def _check_coded(block: int, m: int, escapes: int, body_bytes: int) -> None:
+    if escapes != body_bytes:
         raise CorruptFrame(
-            f"decode: block {first_block} or the {CHUNK_BLOCKS - 1} after it: the escape at byte {offset + at} of the "
-            f"dynamic part has the coded exponent {int(body[at])}"
+            f"decode: block {block}: without low halves its dynamic part must have {escapes} bytes, one an escape, "
+            f"got {body_bytes}"
+        )
+    if escapes > spill_bytes(m):
+        raise CorruptFrame(f"decode: block {block}: Stored must be 1 with {escapes} escapes of {m} words, got 0")
+
+
+def _check_escapes(source: _Source, body: U8, at: int) -> None:
+    coded = _translate(body, source.code_table) != ESCAPE
+    if coded.any():
+        i = int(coded.argmax())
+        raise CorruptFrame(
+            f"decode: the escape at byte {at + i} must not be in the codebook {list(source.header.codebook)}, "
+            f"got {int(body[i])}"
         )
 
 
-def _check_beyond_m(records: U8, m: int, block: int) -> None:
-    """Bits of the code planes beyond m, and the padding of coded records (FORMAT.md 4.2)."""
-    used = record_bytes(m)
-    if m % 8:
-        last = records[:, m + -(-m // 8) - 1 : used : -(-m // 8)]
-        if (last >> np.uint8(m % 8)).any():
-            raise CorruptFrame(f"decode: block {block}: bits of its code planes at and beyond {m} must be zero")
-    _check_zero(records[:, used:], None, f"record padding of block {block}")
+def _check_coded_records(records: U8, m: int, block: int, at: int) -> None:
+    """Bits of the code planes beyond m, and padding (FORMAT.md 4.2). Only a last block has either: one row."""
+    plane_bytes, used = -(-m // 8), record_bytes(m)
+    if m % 8 and (records[:, m + plane_bytes - 1 : used : plane_bytes] >> np.uint8(m % 8)).any():
+        raise CorruptFrame(f"decode: block {block}: bits of its code planes at and beyond {m} must be zero")
+    _check_zero(records[:, used:].reshape(-1), at + used, f"record padding of block {block}")
 
 
-def _check_zero(padding: U8, at: int | None, what: str) -> None:
+def _check_zero(padding: U8, at: int, what: str) -> None:
     if padding.any():
-        i = int((padding.reshape(-1) != 0).argmax())
-        where = f"byte {i} of it" if at is None else f"byte {at + i}"
-        raise CorruptFrame(f"decode: {what}: {where} must be zero, got {int(padding.reshape(-1)[i]):#04x}")
+        i = int((padding != 0).argmax())
+        raise CorruptFrame(f"decode: {what}: byte {at + i} must be zero, got {int(padding[i]):#04x}")
 
 
 # --- Statistics and helpers -------------------------------------------------------------------------------------------
@@ -450,17 +466,17 @@ def exponent_histogram(elements: Elements) -> NDArray[np.int64]:
     return np.bincount((_words_of(sample) >> 7).astype(np.uint8), minlength=256).astype(np.int64)
 
 
-def _code_table(codebook: Codebook) -> bytes:
+def _code_table(exponents: tuple[int, ...]) -> bytes:
     """Code of each of the 256 exponents (FORMAT.md 4.1)."""
     table = bytearray(256)
-    for code, exponent in enumerate(codebook.exponents, start=1):
+    for code, exponent in enumerate(exponents, start=1):
         table[exponent] = code
     return bytes(table)
 
 
-def _exponent_table(exponents: tuple[int, ...]) -> bytes:
+def _exponent_table(header: FrameHeader) -> bytes:
     """Exponent of each code; 0 for ESCAPE, which is filled in later."""
-    return bytes([0, *exponents]).ljust(256, b"\0")
+    return bytes([0, *header.codebook]).ljust(256, b"\0")
 
 
 def _translate(values: U8, table: bytes) -> U8:
