@@ -197,6 +197,7 @@ class Exchange:
         self._board = board
         self._peers = [r for r in range(size) if r != rank]
         self._sequence = 0
+        self._stopped = False
         self._lock = threading.Lock()
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._stash: dict[int, dict[int, deque[bytes]]] = {
@@ -219,6 +220,8 @@ class Exchange:
         with self._lock:
             if self.broken is not None:
                 raise _again(self.broken)
+            if self._stopped:
+                raise InvalidArgument(f"{call.operation}: this Communicator is closed; make another")
             call.sequence = self._sequence
             self._sequence += 1
             try:
@@ -231,7 +234,9 @@ class Exchange:
 
     def stop(self, timeout_s: float) -> None:
         """End the progress thread after the calls it has; waits at most timeout_s."""
-        self._calls.put(None)
+        with self._lock:
+            self._stopped = True
+            self._calls.put(None)
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
@@ -299,7 +304,9 @@ class Exchange:
             wrong = call.record_for(self.rank, src).disagreement(record)
             if wrong:
                 wrong = f"{_title(call)}: {wrong}; call it alike on all ranks"
-                complaint = complaint or _Refused(PeerError(wrong), False)
+                # A rank that closes makes no further call: the others cannot go on either.
+                closes = "close" in (call.operation, record.operation)
+                complaint = complaint or _Refused(PeerError(wrong), closes)
             elif call.native is None:
                 self._post(call, src, messages, arrivals, transfers)
         for arrival in arrivals:
@@ -422,7 +429,7 @@ class Exchange:
         payload = arrival.buffer[Envelope.BYTES : Envelope.BYTES + envelope.payload_bytes].numpy()
         try:
             if arrival.coded:
-                header = parse_header(payload.data)
+                header = parse_header(payload.data, arrival.buffer.numel() - Envelope.BYTES)
                 if (header.frame_bytes, header.digest) != (envelope.payload_bytes, envelope.digest):
                     raise CorruptFrame(
                         f"frame of {header.frame_bytes} bytes with digest {header.digest:#018x} does not match its "

@@ -1,0 +1,70 @@
+"""Policy and decision: pure functions of what all ranks know."""
+
+import pytest
+
+from zipccl_core import Codebook, Policy
+from zipccl_core.errors import InvalidArgument
+from zipccl_core.frame import max_frame_bytes, static_bytes
+from zipccl_core.policy.switch import explain, prefix_bytes
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"compress": "sometimes"},
+        {"codebook": "best"},
+        {"reduction": "fast"},
+        {"min_bytes": -1},
+        {"prefix_percent": 101},
+        {"prefix_percent": float("nan")},
+        {"timeout_s": 0},
+        {"timeout_s": float("inf")},
+        {"timeout_s": float("nan")},
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(wrong: dict[str, object]) -> None:
+    with pytest.raises(InvalidArgument, match=next(iter(wrong))):
+        Policy(**wrong)  # type: ignore[arg-type]
+
+
+def test_auto_is_a_threshold_on_the_bytes_of_a_message() -> None:
+    policy = Policy(min_bytes=100)
+    assert policy.codes("bfloat16", 100)
+    assert not policy.codes("bfloat16", 99)
+    assert not policy.codes("int32", 1000)
+
+
+def test_always_and_never_mean_it_and_nothing_is_not_coded() -> None:
+    assert Policy(compress="always").codes("float32", 4)
+    assert not Policy(compress="always").codes("float32", 0)
+    assert not Policy(compress="always").codes("float16", 1000)
+    assert not Policy(compress="never").codes("bfloat16", 1 << 30)
+
+
+def test_policies_that_differ_look_different() -> None:
+    a, b = Policy(codebook=Codebook.gaussian(1.0)), Policy(codebook=Codebook.gaussian(3.0))
+    assert repr(a) != repr(b)
+    assert repr(a) == repr(Policy(codebook=Codebook.gaussian(1.0)))
+
+
+@pytest.mark.parametrize("n", [0, 1, 8, 8192, 8193, 1 << 20])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("percent", [0.0, 3.0, 100.0])
+def test_a_prefix_never_exceeds_the_dynamic_part(n: int, dtype: str, percent: float) -> None:
+    prefix = prefix_bytes(Policy(prefix_percent=percent), n, dtype)
+    assert 0 <= prefix <= max_frame_bytes(n, dtype) - static_bytes(n)
+    if percent == 0:
+        assert prefix == 0
+
+
+def test_the_default_prefix_holds_a_gaussian_s_escapes() -> None:
+    assert prefix_bytes(Policy(), 1 << 20, "bfloat16") >= 0.03 * (1 << 20)
+
+
+def test_reasons_say_what_happened() -> None:
+    policy = Policy(min_bytes=64)
+    assert "float16 is not coded" in explain(policy, "float16", 0, 3, 1000)
+    assert "less than min_bytes = 64" in explain(policy, "bfloat16", 0, 3, 20)
+    assert "2 of 3 messages" in explain(policy, "bfloat16", 2, 3, 1000)
+    assert "nothing to send" in explain(policy, "bfloat16", 0, 0, 0)
+    assert explain(Policy(compress="never"), "bfloat16", 0, 3, 9) == 'compress="never"'
