@@ -14,6 +14,8 @@ same tests in the same order, and:
         ...
         assert world.exchange(digest) == [...]
 
+A test with an argument `mode` runs once for each of the subject's modes.
+
 Markers: `ranks(1, 2, 3)` runs the test in sub-worlds of these sizes; `requires("ordered_sum", dtypes="float32")` makes
 it UNSUPPORTED for subjects that do not claim it; `limit_s(120)` replaces --limit-s. Options: see `pytest --help`.
 
@@ -694,6 +696,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marker = metafunc.definition.get_closest_marker("ranks")
     if marker and "_world_ranks" in metafunc.fixturenames:
         metafunc.parametrize("_world_ranks", marker.args, indirect=True, ids=[f"{n}ranks" for n in marker.args])
+    given = [str(m.args[0]) for m in metafunc.definition.iter_markers("parametrize")]
+    if "mode" in metafunc.fixturenames and not any("mode" in names.replace(",", " ").split() for names in given):
+        metafunc.parametrize("mode", _subject_of(metafunc.config).capabilities.modes)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -701,6 +706,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 # --------------------------------------------------------------------------------------------------- fixtures
+
+
+def _subject_of(config: pytest.Config) -> Subject:
+    """The subject, also where there are no ranks (--collect-only)."""
+    if ranked := config.stash.get(RANKED, None):
+        return ranked.subject
+    from conformance.subjects import load_subject
+
+    return load_subject(config.option.subject)
 
 
 def _ranked(config: pytest.Config) -> Ranked:

@@ -77,7 +77,7 @@ class Reporter:
             self._live.update(Text(self._progress(run, follower), style="cyan"))
         elif time.monotonic() - self._last_tick > TICK_S:
             self._last_tick = time.monotonic()
-            self.out.print(self._progress(run, follower), markup=False, highlight=False)
+            self.out.print(self._progress(run, follower), markup=False, highlight=False, soft_wrap=True)
 
     def _progress(self, run: Run, follower: Follower) -> str:
         now = {r.in_test["nodeid"] for r in follower.ranks.values() if r.in_test}

@@ -51,6 +51,8 @@ class Capabilities:
         verifies: what arrives is checked end to end: a changed word is an error, never a result.
         any_layout: dense tensors that are not contiguous give the right result, or an error before anything is sent.
         decides: `last_decision` and `stats()` exist.
+        stacked_gather: all_gather_into_tensor takes an output of [world size, *input.shape] too.
+        completion: `Work.is_completed()` is True once `wait()` has returned.
         versions: what the report's header shows: packages, formats, environment.
     """
 
@@ -65,6 +67,8 @@ class Capabilities:
     verifies: bool = False
     any_layout: bool = False
     decides: bool = False
+    stacked_gather: bool = True
+    completion: bool = True
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def missing(self, *flags: str, **members: str | Sequence[str]) -> str:

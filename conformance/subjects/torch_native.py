@@ -91,6 +91,8 @@ class TorchNative:
             reduce_ops=frozenset(ops),
             modes=("native",),
             decides=True,
+            stacked_gather=False,  # gloo of torch 2.13 wants the concatenated shape
+            completion=False,  # the Work of gloo's reduce_scatter stays incomplete after wait(), in torch 2.13
         )
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> NativeCommunicator:
