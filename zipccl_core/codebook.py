@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from .errors import InvalidArgument
 from .frame import CODEBOOK_EXPONENTS
 
-# 2^0.717 as the nearest double, and its square in 1024ths (FORMAT.md 7.2, 7.5).
+# 2^0.717 as the nearest double, and the mean square that the histogram of such a Gaussian gives, in 1024ths
+# (FORMAT.md 7.2, 7.5).
 UPPER_RUN_FROM = float.fromhex("0x1.a4cd7adb52cf5p+0")
-UPPER_RUN_FROM_SQUARED_1024 = 2767
+UPPER_RUN_FROM_SQUARED_1024 = 3494
 LAST_RUN_START = 255 - CODEBOOK_EXPONENTS
 SAMPLE_LOG2_WORDS = 16
 HISTOGRAM_DEPTH = 15
