@@ -173,7 +173,9 @@ def _codec_of(what: str, name: str, tensor: Tensor) -> _DeviceCodec:
     if tensor.device.type == "cpu":
         return _Cpu()
     if tensor.device.type == "cuda":  # the one place where zipccl_core/codec/cuda is plugged in
-        raise InvalidArgument(f"{what}: {name} is on {tensor.device}, and this build has no CUDA codec; use .cpu()")
+        from .cuda.tensors import CudaCodec
+
+        return CudaCodec()
     raise InvalidArgument(f"{what}: {name} must be on cpu or cuda, got {tensor.device}")
 
 

@@ -1,0 +1,95 @@
+"""Launches decode_reduce.cu: the terms of all ranks to their sum, without a decoded copy in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidArgument
+from .decode import ACCUMULATOR_BYTES, COUNTER_BYTES, NAMES, Verdicts, frame_job
+from .jit import TABLE_SIGNATURE, VERDICT_BYTES, Job, Launch, element_bytes_of, make_table
+
+__all__ = ["decode_reduce"]
+
+_SCALE_NONE, _SCALE_PREMUL, _SCALE_AVG = 0, 1, 2
+
+
+def decode_reduce(
+    terms: Sequence[Tensor], out: Tensor, *, average: bool = False, factor: float | None = None
+) -> Verdicts:
+    """Sum the terms of all ranks, in rank order, and write the result once: one launch of one kernel.
+
+    Exactly: acc = term of rank 0; acc = fl32(acc + term); with `factor`, a term is fl32(x · factor); with `average`,
+    fl32(acc ÷ ranks) at the end; one rounding to nearest even; every NaN is 0x7FC0 (float32: 0x7FC00000). The bits are
+    those of the CPU layer's sum. Frames are checked as by decode_frames, with the same reserve: **until
+    Verdicts.check() has said so, the sum may be wrong.** Ordered after and before work on torch's current stream, from
+    any thread; never waits for the device.
+
+    Args:
+        terms: one a rank, in rank order, at least one: a frame ([any] uint8, 128-byte aligned), or the elements
+            themselves (as `out`: a rank's own part is not encoded). cuda, contiguous; must not change until the launch
+            is done.
+        out: [n] bfloat16 or float32, cuda, contiguous; n may be 0. May be one of the terms that are not frames, or
+            overlap none.
+        average: divide by the number of terms.
+        factor: multiply each term first; taken as float32. Not both.
+
+    Returns:
+        Verdicts, one a term; terms that are no frames have an empty one.
+
+    Raises:
+        InvalidArgument: wrong dtype, device, layout, alignment or length, or both scalings; nothing is launched.
+        TruncatedFrame: a frame's buffer of under 128 bytes; nothing is launched.
+    """
+    if not terms:
+        raise InvalidArgument("decode_reduce: wanted at least one term, got none")
+    if average and factor is not None:
+        raise InvalidArgument("decode_reduce: average and factor exclude each other; divide the factor instead")
+    element_bytes = element_bytes_of("decode_reduce", [out])
+    jobs = []
+    for i, term in enumerate(terms):
+        if term.dtype == torch.uint8:
+            job = frame_job("decode_reduce", i, term, out, 0)
+            if not job.coded:  # too short for its static part: nothing of it may be read
+                raise InvalidArgument(
+                    f"decode_reduce: frame {i} has {term.numel()} bytes, too few for {out.numel()} elements of "
+                    f"{out.dtype}; receive it whole"
+                )
+        else:
+            if element_bytes_of("decode_reduce", [out, term]) and term.numel() != out.numel():
+                raise InvalidArgument(
+                    f"decode_reduce: term {i} must have {out.numel()} elements as out has, got {term.numel()}"
+                )
+            job = Job(term.data_ptr(), 0, term.numel(), 0)
+        jobs.append(job)
+    scale, number = _SCALE_NONE, 0.0
+    if average:
+        scale, number = _SCALE_AVG, float(len(terms))
+    elif factor is not None:
+        scale, number = _SCALE_PREMUL, factor
+    with Launch(out) as launch:
+        table = make_table(jobs, out.device, same_tiles=True)
+        scratch = launch.device.zeroed("read", launch.key, COUNTER_BYTES + ACCUMULATOR_BYTES * len(jobs))
+        rows = torch.empty((len(jobs), VERDICT_BYTES // 8), dtype=torch.int64, device=out.device)
+        launch.begin()
+        function, shared, most = launch.device.persistent(
+            f"decode_reduce_{NAMES[element_bytes]}_kernel",
+            "decode_reduce",
+            element_bytes,
+            (TABLE_SIGNATURE, "P", "I", "f", "P", "P"),
+        )
+        function.prepared_async_call(
+            (max(1, min(table.tiles, most)), 1),
+            (256, 1, 1),
+            launch.stream,
+            table.packed,
+            out.data_ptr(),
+            scale,
+            number,
+            scratch.data_ptr(),
+            rows.data_ptr(),
+            shared_size=shared,
+        )
+    return Verdicts(rows)

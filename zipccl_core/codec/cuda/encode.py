@@ -1,0 +1,86 @@
+"""Launches encode.cu: words to frames, any number of them in one launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...codebook import Codebook
+from ...errors import InvalidArgument
+from ...frame import max_frame_bytes
+from .jit import SLOT_BYTES, TABLE_SIGNATURE, Job, Launch, check_frame, element_bytes_of, make_table
+from .stats import DeviceCodebook
+
+__all__ = ["encode_frames"]
+
+_PACKERS_A_MULTIPROCESSOR = 3
+_NAMES = {2: "bfloat16", 4: "float32"}
+
+
+def encode_frames(words: Sequence[Tensor], codebooks: Sequence[Codebook | DeviceCodebook], out: Sequence[Tensor]) -> None:
+    """Encode tensors, or slices of one, each into a frame of its own (FORMAT.md 3): one launch of two kernels.
+
+    Bit-exact for every pattern; the bytes are those of the reference, however many frames and blocks are in flight.
+    Ordered after and before work on torch's current stream, from any thread; never waits for the device. Sizes and
+    digests are in the frames' headers, on the device. May be captured in a CUDA graph, with at most 16 frames.
+
+    Args:
+        words: each [n] bfloat16, or each [n] float32, cuda, contiguous; n may be 0, and may differ. bfloat16 at any
+            alignment; those at a multiple of 16 bytes are faster.
+        codebooks: one a tensor; a DeviceCodebook is read on the device.
+        out: each [max_frame_bytes(n, dtype)] uint8 or longer, same device, contiguous, 128-byte aligned; overlapping
+            neither words nor each other. Bytes beyond the frame keep what they held.
+
+    Raises:
+        InvalidArgument: wrong dtype, device, layout, alignment or capacity; nothing is launched.
+
+    Takes scratch of 5120 bytes a block (31% of bfloat16 words) from torch's allocator until the kernels are done; what
+    the words' escapes do not need of it is never touched.
+    """
+    if not len(words) == len(codebooks) == len(out):
+        raise InvalidArgument(f"encode: {len(words)} tensors, {len(codebooks)} codebooks, {len(out)} frames; one each")
+    element_bytes = element_bytes_of("encode", words)
+    jobs = []
+    for i, (source, codebook, frame) in enumerate(zip(words, codebooks, out, strict=True)):
+        check_frame("encode", i, frame, source)
+        n = source.numel()
+        wanted = max_frame_bytes(n, source.dtype)
+        if frame.numel() < wanted:
+            raise InvalidArgument(
+                f"encode: frame {i} must hold max_frame_bytes({n}, {source.dtype}) = {wanted} bytes, got {frame.numel()}"
+            )
+        if source.data_ptr() % element_bytes:
+            raise InvalidArgument(f"encode: tensor {i} must be aligned to its elements, got {source.data_ptr():#x}")
+        address, exponents = 0, 0
+        if isinstance(codebook, DeviceCodebook):
+            address = codebook.address(source.device)
+        else:
+            exponents = int.from_bytes(bytes(codebook.exponents), "little")
+        jobs.append(Job(source.data_ptr(), frame.data_ptr(), n, frame.numel(), address, exponents))
+
+    device = words[0].device
+    with Launch(words[0]) as launch:
+        table = make_table(jobs, device)
+        tiles = table.tiles
+        sums_bytes, flags_bytes, sizes_bytes = (-(-tiles * width // 128) * 128 for width in (8, 4, 2))
+        scratch = torch.empty(
+            sums_bytes + flags_bytes + sizes_bytes + tiles * SLOT_BYTES + 128, dtype=torch.uint8, device=device
+        )
+        sums = -(-scratch.data_ptr() // 128) * 128
+        flags = sums + sums_bytes
+        sizes = flags + flags_bytes
+        slots = sizes + sizes_bytes
+        name = _NAMES[element_bytes]
+        arguments = (table.packed, sums, flags, sizes, slots)
+        launch.begin()
+        signature = (TABLE_SIGNATURE, "P", "P", "P", "P")
+        function, shared, most = launch.device.persistent(f"encode_{name}_kernel", "encode", element_bytes, signature)
+        pack = launch.device.function(f"pack_{name}_kernel", "encode", (*signature, "I"))
+        if tiles:
+            function.prepared_async_call(
+                (min(tiles, most), 1), (256, 1, 1), launch.stream, *arguments, shared_size=shared
+            )
+        packers = min(-(-tiles // 8), launch.device.multiprocessors * _PACKERS_A_MULTIPROCESSOR)
+        pack.prepared_async_call((packers + len(jobs), 1), (512, 1, 1), launch.stream, *arguments, packers)

@@ -1,0 +1,607 @@
+"""Compile, load and launch the kernels: compilers, the cache, contexts, streams and job tables.
+
+The sole importer of PyCUDA, and only when something is launched. `compile_kernels` imports neither PyCUDA nor a driver,
+so that a machine without a GPU can compile for every architecture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...codebook import HISTOGRAM_DEPTH, SAMPLE_LOG2_WORDS, UPPER_RUN_FROM_SQUARED_1024
+from ...errors import InvalidArgument, ZipcclError
+from ...frame import (
+    ALIGN_BYTES,
+    BLOCK_WORDS,
+    DIRECTORY_ENTRY_BYTES,
+    DTYPES,
+    ELEMENT_BYTES,
+    FORMAT_VERSION,
+    HEADER_BYTES,
+    LOW_HALVES_BIT,
+    MAGIC,
+    OFFSET_MASK,
+    PLANES,
+    RESERVED_DIRECTORY_BITS,
+    SCHEME_FAST,
+    STORED_BIT,
+    dtype_name,
+    n_blocks,
+    record_bytes,
+    spill_bytes,
+)
+
+__all__ = [
+    "ARCHITECTURES",
+    "STEMS",
+    "CompilerError",
+    "Compiled",
+    "Job",
+    "Launch",
+    "Usage",
+    "compile_kernels",
+    "warm",
+]
+
+ARCHITECTURES = ("sm_80", "sm_86", "sm_90", "sm_100")
+STEMS = ("encode", "decode", "decode_reduce", "stats")
+SOURCES = Path(__file__).parent
+STREAMS_A_DEVICE = 4
+
+# Thread blocks of 256 that must fit a multiprocessor, by element bytes: more hide more latency, and leave each thread
+# fewer registers. docs/PERFORMANCE.md has the measurements.
+RESIDENT_BLOCKS = {"encode": {2: 3, 4: 2}, "decode": {2: 3, 4: 2}, "decode_reduce": {2: 2, 4: 2}}
+
+JOB_BYTES = 64
+INLINE_JOBS = 16
+VERDICT_BYTES = 192
+COUNTERS_BYTES = 1088
+STATISTICS_BYTES = 2112
+SLOT_BYTES = spill_bytes(BLOCK_WORDS)
+MAX_TILES = 1 << 31
+
+
+class CompilerError(ZipcclError):
+    """A kernel did not compile, or there is nothing to compile it with; the text has the command and its log."""
+
+
+def defines() -> dict[str, str]:
+    """The -D flags: every constant that the kernels share with frame.py and the launchers."""
+    numbers = {
+        "BLOCK_WORDS": BLOCK_WORDS,
+        "HEADER_BYTES": HEADER_BYTES,
+        "ALIGN_BYTES": ALIGN_BYTES,
+        "DIRECTORY_ENTRY_BYTES": DIRECTORY_ENTRY_BYTES,
+        "PLANES": PLANES,
+        "RECORD_BYTES": record_bytes(BLOCK_WORDS),
+        "SPILL_BYTES": spill_bytes(BLOCK_WORDS),
+        "SLOT_BYTES": SLOT_BYTES,
+        "SAMPLE_LOG2_WORDS": SAMPLE_LOG2_WORDS,
+        "HISTOGRAM_DEPTH": HISTOGRAM_DEPTH,
+        "UPPER_RUN_FROM_SQUARED_1024": UPPER_RUN_FROM_SQUARED_1024,
+        "OFFSET_MASK": OFFSET_MASK,
+        "STORED_BIT": STORED_BIT,
+        "LOW_HALVES_BIT": LOW_HALVES_BIT,
+        "RESERVED_DIRECTORY_BITS": RESERVED_DIRECTORY_BITS,
+        "MAGIC": int.from_bytes(MAGIC, "little"),
+        "FORMAT_VERSION": FORMAT_VERSION,
+        "SCHEME_FAST": SCHEME_FAST,
+        "DTYPE_BFLOAT16": DTYPES["bfloat16"],
+        "DTYPE_FLOAT32": DTYPES["float32"],
+        "JOB_BYTES": JOB_BYTES,
+        "INLINE_JOBS": INLINE_JOBS,
+        "VERDICT_BYTES": VERDICT_BYTES,
+        "COUNTERS_BYTES": COUNTERS_BYTES,
+        "STATISTICS_BYTES": STATISTICS_BYTES,
+    }
+    suffix = {True: "ull", False: "u"}
+    out = {f"ZIPCCL_{name}": f"{value}{suffix[value >= 1 << 32]}" for name, value in numbers.items()}
+    for stem, label in (("encode", "ENCODE"), ("decode", "DECODE"), ("decode_reduce", "REDUCE")):
+        for element_bytes, blocks in RESIDENT_BLOCKS[stem].items():
+            out[f"ZIPCCL_{label}_BLOCKS_{element_bytes}"] = str(blocks)
+    return out
+
+
+# --- Compiling --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What ptxas says about one kernel.
+
+    Attributes:
+        registers: a thread.
+        stack_bytes, spill_store_bytes, spill_load_bytes: local memory a thread; all 0 in a kernel as it should be.
+    """
+
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """Machine code of one .cu for one architecture.
+
+    Attributes:
+        cubin: for pycuda.driver.module_from_buffer.
+        usage: by kernel name.
+        compiler: what compiled it, with its version.
+        command: what was run, as a line to read.
+    """
+
+    cubin: bytes
+    usage: dict[str, Usage]
+    compiler: str
+    command: str
+
+
+def source_files(stem: str) -> list[Path]:
+    """The .cu of a stem and every header, in one order."""
+    return [SOURCES / f"{stem}.cu", *sorted(SOURCES.glob("*.cuh"))]
+
+
+def _flags(arch: str) -> list[str]:
+    # -fmad=false: the sum contracts nothing. The device code has no other float arithmetic that matters.
+    flags = ["-arch=" + arch, "-std=c++17", "-fmad=false", f"-I{SOURCES}"]
+    return flags + [f"-D{name}={value}" for name, value in sorted(defines().items())]
+
+
+def nvcc_path() -> str | None:
+    """nvcc: of PATH, of CUDA_HOME, of the usual place, or of NVIDIA's compiler wheel."""
+    candidates = [shutil.which("nvcc")]
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        candidates.append(str(Path(home) / "bin" / "nvcc") if home else None)
+    for entry in sys.path:
+        candidates.append(str(Path(entry or ".") / "nvidia" / "cu13" / "bin" / "nvcc"))
+    return next((c for c in candidates if c and os.access(c, os.X_OK)), None)
+
+
+def compile_kernels(stem: str, arch: str, *, compiler: str = "auto") -> Compiled:
+    """Compile one .cu with nvcc or, without it, with NVRTC. Needs no GPU, no driver and no PyCUDA.
+
+    Args:
+        stem: of STEMS.
+        arch: "sm_80", "sm_90" …; ARCHITECTURES are the ones that are tested.
+        compiler: "nvcc", "nvrtc", or "auto" for the first of them that is there.
+
+    Raises:
+        InvalidArgument: no such stem or compiler.
+        CompilerError: no compiler, or it refused; the text has its command and log.
+    """
+    if stem not in STEMS or compiler not in ("auto", "nvcc", "nvrtc"):
+        raise InvalidArgument(
+            f"compile_kernels: stem must be one of {STEMS} and compiler auto, nvcc or nvrtc, got {stem!r}, {compiler!r}"
+        )
+    nvcc = nvcc_path() if compiler != "nvrtc" else None
+    if nvcc:
+        return _compile_nvcc(nvcc, stem, arch)
+    if compiler == "nvcc":
+        raise CompilerError(
+            "compile_kernels: no nvcc on PATH, in CUDA_HOME, in /usr/local/cuda or in a wheel; "
+            "pip install nvidia-cuda-nvcc, or let NVRTC compile"
+        )
+    return _compile_nvrtc(stem, arch)
+
+
+def _compile_nvcc(nvcc: str, stem: str, arch: str) -> Compiled:
+    with tempfile.TemporaryDirectory(prefix="zipccl-") as folder:
+        cubin = Path(folder) / f"{stem}.cubin"
+        # -Werror all-warnings: a warning here is a defect there
+        command = [nvcc, "-cubin", "-Xptxas", "-v", "-Werror", "all-warnings", *_flags(arch)]
+        command += ["-o", str(cubin), str(SOURCES / f"{stem}.cu")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        log = done.stdout + done.stderr
+        if done.returncode or not cubin.exists():
+            raise CompilerError(f"compile_kernels: {stem}.cu for {arch} failed.\n{' '.join(command)}\n{log}")
+        return Compiled(cubin.read_bytes(), _parse_usage(log), _nvcc_version(nvcc), " ".join(command))
+
+
+@functools.cache
+def _nvcc_version(nvcc: str) -> str:
+    text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"V(\d+\.\d+\.\d+)", text)
+    return f"nvcc {found[1] if found else 'of unknown version'}"
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+    folders = [Path(entry or ".") / "nvidia" / kind / "lib" for entry in sys.path for kind in ("cu13", "cuda_nvrtc")]
+    for path in [str(folder / name) for folder in folders for name in names if (folder / name).exists()] + names:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(path)
+    raise CompilerError("compile_kernels: neither nvcc nor NVRTC is here; pip install nvidia-cuda-nvcc")
+
+
+def _nvrtc_version() -> str:
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"nvrtc {major.value}.{minor.value}"
+
+
+def _compile_nvrtc(stem: str, arch: str) -> Compiled:
+    lib = _nvrtc()
+    name = f"{stem}.cu"
+    options = ["--ptxas-options=-v", *_flags(arch)]
+    command = " ".join([_nvrtc_version(), *options, str(SOURCES / name)])
+    program = ctypes.c_void_p()
+    source = (SOURCES / name).read_bytes()
+    lib.nvrtcCreateProgram(ctypes.byref(program), source, name.encode(), 0, None, None)
+    try:
+        array = (ctypes.c_char_p * len(options))(*[o.encode() for o in options])
+        failed = lib.nvrtcCompileProgram(program, len(options), array)
+        size = ctypes.c_size_t()
+        lib.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        lib.nvrtcGetProgramLog(program, text)
+        log = text.value.decode(errors="replace")
+        if failed:
+            raise CompilerError(f"compile_kernels: {name} for {arch} failed, NVRTC error {failed}.\n{command}\n{log}")
+        lib.nvrtcGetCUBINSize(program, ctypes.byref(size))
+        cubin = ctypes.create_string_buffer(size.value)
+        lib.nvrtcGetCUBIN(program, cubin)
+        return Compiled(cubin.raw[: size.value], _parse_usage(log), _nvrtc_version(), command)
+    finally:
+        lib.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+_USAGE = re.compile(
+    r"Compiling entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
+    r".*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+def _parse_usage(log: str) -> dict[str, Usage]:
+    return {
+        name: Usage(int(registers), int(stack), int(stores), int(loads))
+        for name, stack, stores, loads, registers in _USAGE.findall(log)
+    }
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: ZIPCCL_CACHE_DIR, or zipccl in the user's cache."""
+    if given := os.environ.get("ZIPCCL_CACHE_DIR"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zipccl"
+
+
+def cached_cubin(stem: str, arch: str) -> bytes:
+    """The machine code of a stem, compiled at most once for these sources, flags, compiler and architecture.
+
+    Safe among ranks and hosts on one file system: whoever compiles writes aside and publishes by one rename; whoever
+    comes at the same time does the same work and publishes the same bytes. A cache that cannot be written is only slow.
+    """
+    nvcc = nvcc_path()
+    key = hashlib.sha256()
+    for part in [_nvcc_version(nvcc) if nvcc else _nvrtc_version(), stem, *_flags(arch)[:3], repr(defines())]:
+        key.update(part.encode() + b"\0")
+    for path in source_files(stem):
+        key.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    target = cache_dir() / f"{stem}-{arch}-{key.hexdigest()[:32]}.cubin"
+    with contextlib.suppress(OSError):
+        return target.read_bytes()
+    cubin = compile_kernels(stem, arch).cubin
+    with contextlib.suppress(OSError):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, aside = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+        with os.fdopen(handle, "wb") as file:
+            file.write(cubin)
+        os.replace(aside, target)
+    return cubin
+
+
+def warm(architectures: Sequence[str] | None = None) -> list[str]:
+    """Compile everything ahead, so that no rank compiles while others wait for it with a deadline.
+
+    Args:
+        architectures: for example ARCHITECTURES; None for those of the visible devices.
+
+    Returns:
+        One line a cubin: stem, architecture, bytes, and where the cache is.
+
+    Raises:
+        InvalidArgument: None, and no device is visible.
+        CompilerError: as compile_kernels.
+    """
+    if architectures is None:
+        capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+        architectures = sorted(f"sm_{major}{minor}" for major, minor in capabilities)
+        if not architectures:
+            raise InvalidArgument(f"warm: no CUDA device is visible; name architectures, for example {ARCHITECTURES}")
+    return [
+        f"{stem} {arch}: {len(cached_cubin(stem, arch))} bytes in {cache_dir()}"
+        for arch in architectures
+        for stem in STEMS
+    ]
+
+
+# --- Devices, contexts, streams ---------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        driver = importlib.import_module("pycuda.driver")
+    except ImportError as error:
+        raise InvalidArgument(
+            f"zipccl: tensors on CUDA need PyCUDA, which cannot be imported ({error}); pip install 'zipccl-core[cuda]', "
+            f"or work on .cpu()"
+        ) from error
+    driver.init()
+    return driver
+
+
+class _Device:
+    """One device: its primary context, which torch uses too, the modules in it, and a pool of streams."""
+
+    def __init__(self, index: int) -> None:
+        driver = _driver()
+        torch.cuda.init()
+        device = driver.Device(index)
+        self.index = index
+        self.context = device.retain_primary_context()
+        self.name = str(device.name())
+        attribute = driver.device_attribute
+        self.multiprocessors = int(device.get_attribute(attribute.MULTIPROCESSOR_COUNT))
+        self.shared_bytes = int(device.get_attribute(attribute.MAX_SHARED_MEMORY_PER_MULTIPROCESSOR))
+        self.arch = "sm_{}{}".format(*device.compute_capability())
+        self.lock = threading.RLock()
+        self.functions: dict[tuple[str, int], tuple[Any, int, int]] = {}
+        self.others: dict[str, Any] = {}
+        self.scratch: dict[tuple[str, int], Tensor] = {}
+        self.outgrown: list[Tensor] = []
+        self.modules: dict[str, Any] = {}
+        with self.pushed():
+            # flag 1: non-blocking, or every kernel would wait for torch's default stream
+            self.streams = [driver.Stream(1) for _ in range(STREAMS_A_DEVICE)]
+        self.by_handle = {int(stream.handle): stream for stream in self.streams}
+
+    @contextlib.contextmanager
+    def pushed(self) -> Iterator[None]:
+        # per call, since the stack of contexts is the thread's, and a thread must not end with one on it
+        self.context.push()
+        try:
+            yield
+        finally:
+            _driver().Context.pop()
+
+    def module(self, stem: str) -> Any:
+        if stem not in self.modules:
+            self.modules[stem] = _driver().module_from_buffer(cached_cubin(stem, self.arch))
+        return self.modules[stem]
+
+    def function(self, kernel: str, stem: str, signature: Sequence[str]) -> Any:
+        """A prepared kernel without dynamic shared memory."""
+        with self.lock:
+            if kernel not in self.others:
+                function = self.module(stem).get_function(kernel)
+                function.prepare(list(signature))
+                self.others[kernel] = function
+            return self.others[kernel]
+
+    def persistent(self, kernel: str, stem: str, element_bytes: int, signature: Sequence[str]) -> tuple[Any, int, int]:
+        """A prepared kernel with a persistent grid: (function, shared bytes, most thread blocks at once)."""
+        with self.lock:
+            key = (kernel, element_bytes)
+            if key not in self.functions:
+                module = self.module(stem)
+                address, size = module.get_global(f"{stem}_shared_bytes")
+                sizes = bytearray(size)
+                _driver().memcpy_dtoh(sizes, address)
+                shared = struct.unpack("2I", sizes)[element_bytes == 4]
+                function = module.get_function(kernel)
+                function.set_attribute(_driver().function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
+                function.prepare(list(signature))
+                # 1 KiB of shared memory a thread block is the system's
+                blocks = min(RESIDENT_BLOCKS[stem][element_bytes], self.shared_bytes // (shared + 1024))
+                self.functions[key] = (function, shared, max(1, blocks) * self.multiprocessors)
+            return self.functions[key]
+
+    def zeroed(self, purpose: str, stream_key: int, n_bytes: int) -> Tensor:
+        """Scratch that is zero before a launch and that every launch leaves zero: one a stream, so launches take turns."""
+        if torch.cuda.is_current_stream_capturing():
+            return torch.zeros(n_bytes, dtype=torch.uint8, device=f"cuda:{self.index}")
+        with self.lock:
+            have = self.scratch.get((purpose, stream_key))
+            if have is None or have.numel() < n_bytes:
+                if have is not None:
+                    self.outgrown.append(have)  # a launch may still be using it
+                grown = 1 << max(13, (n_bytes - 1).bit_length())
+                have = torch.zeros(grown, dtype=torch.uint8, device=f"cuda:{self.index}")
+                self.scratch[purpose, stream_key] = have
+            return have
+
+
+_devices: dict[int, _Device] = {}
+_devices_lock = threading.Lock()
+
+
+def device_of(tensor: Tensor) -> _Device:
+    """The device of a CUDA tensor, set up on first use: a context, four streams."""
+    index = tensor.device.index if tensor.device.index is not None else torch.cuda.current_device()
+    found = _devices.get(index)
+    if found is None:
+        with _devices_lock:
+            if index not in _devices:
+                _devices[index] = _Device(index)
+            found = _devices[index]
+    return found
+
+
+class Launch:
+    """A stretch of launches ordered after and before work on torch's current stream; a context manager.
+
+    PyCUDA launches on streams of its own making only. On torch's default stream, and on a stream of our pool, launches
+    go there directly; from any other stream they go to one of the pool, between two events. Nothing waits on the host.
+
+    Attributes:
+        device: the _Device.
+        stream: for a prepared call; None is the default stream.
+        key: which scratch belongs to this stream.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.device = device_of(tensor)
+        self._guard = torch.cuda.device(self.device.index)
+
+    def __enter__(self) -> Launch:
+        self._guard.__enter__()
+        self._caller = torch.cuda.current_stream(self.device.index)
+        handle = self._caller.cuda_stream
+        self._ours: torch.cuda.ExternalStream | None = None
+        if handle == 0:
+            self.stream, self.key = None, 0
+        else:
+            self.stream = self.device.by_handle.get(handle)
+            if self.stream is None:
+                self.stream = self.device.streams[(handle >> 4) % STREAMS_A_DEVICE]
+                self._ours = torch.cuda.ExternalStream(int(self.stream.handle), device=self.device.index)
+            self.key = int(self.stream.handle)
+        self._pushed = self.device.pushed()
+        return self
+
+    def begin(self) -> None:
+        """After memory has been allocated and filled on the caller's stream, before the first launch."""
+        if self._ours is not None:
+            self._ours.wait_stream(self._caller)
+        self._pushed.__enter__()
+        self._begun = True
+
+    _begun = False
+
+    def __exit__(self, *error: object) -> None:
+        if self._begun:
+            self._pushed.__exit__(None, None, None)
+            if self._ours is not None:
+                self._caller.wait_stream(self._ours)
+        self._guard.__exit__(*error)
+
+
+def pool_streams(device: torch.device | int) -> list[torch.cuda.ExternalStream]:
+    """The pool's streams, for torch: launches from them need no events.
+
+    Non-blocking with respect to the default stream; call record_stream on what crosses.
+    """
+    index = device if isinstance(device, int) else device.index or 0
+    found = device_of(torch.empty(0, device=f"cuda:{index}"))
+    return [torch.cuda.ExternalStream(int(s.handle), device=index) for s in found.streams]
+
+
+# --- Job tables -------------------------------------------------------------------------------------------------------
+
+_JOB = struct.Struct("<6Q2IQ")
+_TABLE = struct.Struct("<2IQ")
+assert _JOB.size == JOB_BYTES
+TABLE_SIGNATURE = f"{_TABLE.size + INLINE_JOBS * JOB_BYTES}s"
+
+
+class Job(NamedTuple):
+    """One frame of a launch; FrameJob of layout.cuh. Addresses in bytes, 0 for none."""
+
+    words: int
+    frame: int
+    n: int
+    capacity_bytes: int
+    codebook_address: int = 0
+    codebook: int = 0
+    coded: bool = True  # False: no block of it is touched, only its header read
+
+
+class Table(NamedTuple):
+    """Jobs as a kernel takes them: `packed` for TABLE_SIGNATURE, and what must live until it is launched."""
+
+    packed: bytes
+    jobs: int
+    tiles: int
+    device_copy: Tensor | None
+
+
+def make_table(jobs: Sequence[Job], device: torch.device, *, same_tiles: bool = False) -> Table:
+    """Pack jobs. Up to INLINE_JOBS travel with the launch; more are copied to the device without waiting.
+
+    Args:
+        same_tiles: all jobs are about the same tiles (decode_reduce), instead of one after another.
+
+    Raises:
+        InvalidArgument: more than 2**31 blocks; or more than INLINE_JOBS frames under CUDA graph capture.
+    """
+    first = 0
+    packed = bytearray()
+    for job in jobs:
+        tiles = n_blocks(job.n) if job.coded else 0
+        packed += _JOB.pack(*job[:6], 0 if same_tiles else first, tiles, 0)
+        first += tiles
+    tiles = n_blocks(jobs[0].n) if same_tiles and jobs else first
+    if first >= MAX_TILES:
+        raise InvalidArgument(f"launch: at most {MAX_TILES} blocks in one launch, got {first}; split it")
+    address, copy = 0, None
+    if len(jobs) > INLINE_JOBS:
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(f"launch: a CUDA graph can hold at most {INLINE_JOBS} frames a launch")
+        pinned = torch.frombuffer(packed, dtype=torch.uint8).pin_memory()
+        copy = pinned.to(device, non_blocking=True)  # torch keeps the pinned block until the copy is done
+        address = copy.data_ptr()
+        packed = bytearray()
+    return Table(_TABLE.pack(len(jobs), tiles, address) + bytes(packed), len(jobs), tiles, copy)
+
+
+def element_bytes_of(what: str, tensors: Sequence[Tensor]) -> int:
+    """2 or 4: the dtype that all the tensors of a launch have.
+
+    Raises:
+        InvalidArgument: none, several dtypes or devices, another dtype or device type, or not contiguous.
+    """
+    if not tensors:
+        raise InvalidArgument(f"{what}: wanted at least one tensor, got none")
+    first = tensors[0]
+    for i, tensor in enumerate(tensors):
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise InvalidArgument(
+                f"{what}: all tensors of a launch must be {first.dtype} on {first.device}, got {tensor.dtype} on "
+                f"{tensor.device} at index {i}; launch them apart"
+            )
+        if not tensor.is_contiguous():
+            raise InvalidArgument(f"{what}: tensor {i} must be contiguous, got strides {tensor.stride()}")
+    if first.device.type != "cuda":
+        raise InvalidArgument(f"{what}: tensors must be on cuda, got {first.device}")
+    return ELEMENT_BYTES[dtype_name(first.dtype)]
+
+
+def check_frame(what: str, index: int, frame: Tensor, like: Tensor) -> None:
+    """A buffer for a frame: contiguous uint8 vector on the same device, at a multiple of 128 bytes.
+
+    Raises:
+        InvalidArgument: it is not.
+    """
+    if frame.dtype != torch.uint8 or frame.dim() != 1 or not frame.is_contiguous() or frame.device != like.device:
+        raise InvalidArgument(
+            f"{what}: frame {index} must be a contiguous uint8 vector on {like.device}, got {frame.dtype} of shape "
+            f"{tuple(frame.shape)} on {frame.device}"
+        )
+    if frame.data_ptr() % ALIGN_BYTES and frame.numel():
+        raise InvalidArgument(
+            f"{what}: frame {index} must begin at a multiple of {ALIGN_BYTES} bytes, got address {frame.data_ptr():#x}; "
+            f"allocate frames apart, or space them so"
+        )

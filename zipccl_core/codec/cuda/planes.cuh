@@ -1,0 +1,189 @@
+// Bits of 32 consecutive words in one thread: words to planes and back, without a table and without shared memory.
+//
+// A thread's 32 words are four chunks of 8 (16 bytes). It reads and writes them in rotated order, chunk
+// (slot + rotation) mod 4 at step `slot`, because at a distance of 64 bytes the same chunk of all lanes would lie in the
+// same banks. Words in "slot order" are rotated so; a 32-bit piece of a plane has one byte a chunk, and turning it by
+// 8 * rotation bits changes between slot order and memory order.
+#pragma once
+#include "layout.cuh"
+
+// Conflict-free for 16-byte accesses 64 bytes apart and for 8-byte accesses 32 bytes apart.
+__device__ __forceinline__ u32 slot_rotation() { return ((threadIdx.x >> 1) ^ (threadIdx.x >> 3)) & 3; }
+
+// Bits of a where mask is 1, of b where it is 0: one LOP3.
+__device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+__device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 selector) {
+    u32 r;  // not __byte_perm, which masks a selector known only at run time
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+    return r;
+}
+
+// Exchange the bit of the register index that tells a from b with the bit of the bit index of weight `distance`.
+template <u32 distance, u32 mask>
+__device__ __forceinline__ void exchange_index_bit(u32& a, u32& b) {
+    u32 first = select_bits(mask, b << distance, a);
+    b = select_bits(mask, b, a >> distance);
+    a = first;
+}
+
+// The signs and mantissas of 4 words in two registers, one byte each, in order.
+__device__ __forceinline__ u32 sign_mantissa_of(u32 v0, u32 v1) {
+    return select_bits(0x80808080u, bytes_of(v0, v1, 0x7531), bytes_of(v0, v1, 0x6420));
+}
+
+// The 8 bit planes of the exponents of 32 words, v[slot * 4 + i] holding words 2i and 2i + 1 of a chunk.
+//
+// Two chunks share a register (a byte an exponent); exchanging three bits of the register index with the three bits
+// of the index within a byte leaves one plane a register. Bit order within a plane, from the highest bit of the index:
+// word & 1, slot & 1, word >> 2, word >> 1 & 1, slot >> 1; in_slot_order() sets it right, for the planes that remain.
+__device__ __forceinline__ void exponent_planes(const u32 (&v)[16], u32 (&plane)[8]) {
+    u32 a[8];
+#pragma unroll
+    for (u32 pair = 0; pair < 2; ++pair)
+#pragma unroll
+        for (u32 i = 0; i < 4; ++i)
+            a[pair * 4 + i] = select_bits(0xff00ff00u, v[pair * 8 + 4 + i] << 1, v[pair * 8 + i] >> 7);
+#pragma unroll
+    for (u32 r = 0; r < 8; ++r)
+        if (!(r & 2)) exchange_index_bit<4, 0xf0f0f0f0u>(a[r], a[r | 2]);
+#pragma unroll
+    for (u32 r = 0; r < 8; ++r)
+        if (!(r & 1)) exchange_index_bit<2, 0xccccccccu>(a[r], a[r | 1]);
+#pragma unroll
+    for (u32 r = 0; r < 4; ++r) exchange_index_bit<1, 0xaaaaaaaau>(a[r], a[r | 4]);
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j) plane[j] = a[4 * (j & 1) + 2 * (j >> 2) + (j >> 1 & 1)];
+}
+
+__device__ __forceinline__ u32 in_slot_order(u32 plane) {
+    u32 moved = (plane ^ (plane >> 15)) & 0x0000aaaau;
+    return plane ^ moved ^ (moved << 15);
+}
+
+// A codebook as the kernels use it.
+struct Codes {
+    u32 low, high;    // exponent of code c in byte c; byte 0 is 0
+    bool contiguous;  // the exponents are a run
+
+    __device__ __forceinline__ explicit Codes(u64 exponents) {
+        low = u32(exponents << 8);
+        high = u32(exponents >> 24);
+        u32 first = u32(exponents & 0xff);
+        contiguous = exponents == (0x06050403020100ull + first * 0x01010101010101ull);
+    }
+    // Whether a byte is one of the 7 exponents.
+    __device__ __forceinline__ bool holds(u32 exponent) const {
+        u32 all = exponent * 0x01010101u;
+        u32 a = bytes_of(low, 0, 0x3211) ^ all, b = high ^ all;
+        return (((a - 0x01010101u) & ~a) | ((b - 0x01010101u) & ~b)) & 0x80808080u;
+    }
+};
+
+// Code planes of a contiguous codebook: codes are exponent - (first - 1), if that is 1 to 7. A subtraction, bit by bit.
+__device__ __forceinline__ void code_planes_of_run(const u32 (&plane)[8], u32 below_first, u32 (&code)[3]) {
+    u32 difference[8], borrow = 0;
+#pragma unroll
+    for (u32 j = 0; j < 8; ++j) {
+        u32 s = (below_first >> j & 1) ? ~0u : 0u;
+        difference[j] = plane[j] ^ s ^ borrow;
+        borrow = (~plane[j] & (s | borrow)) | (s & borrow);
+    }
+    u32 outside = difference[3] | difference[4] | difference[5] | difference[6] | difference[7];
+#pragma unroll
+    for (u32 p = 0; p < 3; ++p) code[p] = difference[p] & ~outside;
+}
+
+// Code planes of any codebook. unlike[i * 8 + j] is all ones where bit j of exponent i is 0; in shared memory.
+__device__ __forceinline__ void code_planes_of_set(const u32 (&plane)[8], const u32* unlike, u32 (&code)[3]) {
+    code[0] = code[1] = code[2] = 0;
+#pragma unroll
+    for (u32 i = 0; i < 7; ++i) {
+        uint4 first = *(const uint4*)(unlike + i * 8), second = *(const uint4*)(unlike + i * 8 + 4);
+        u32 match = (plane[0] ^ first.x) & (plane[1] ^ first.y);
+        match &= plane[2] ^ first.z;
+        match &= plane[3] ^ first.w;
+        match &= plane[4] ^ second.x;
+        match &= plane[5] ^ second.y;
+        match &= plane[6] ^ second.z;
+        match &= plane[7] ^ second.w;
+#pragma unroll
+        for (u32 p = 0; p < 3; ++p)
+            if ((i + 1) >> p & 1) code[p] |= match;
+    }
+}
+
+// The words of 32 codes and their signs and mantissas; an ESCAPE gets exponent 0. All in slot order.
+//
+// Three exchanges turn planes into nibbles; eight exponents fit the two registers that one byte permutation selects
+// from, so it looks up four codes at once.
+__device__ __forceinline__ void join_words(u32 p0, u32 p1, u32 p2, const Codes& codes, const u32 (&sign_mantissa)[8],
+                                           u32 (&v)[16]) {
+    u32 z[4] = {p0, p1, p2, 0};
+    exchange_index_bit<1, 0xaaaaaaaau>(z[0], z[1]);
+    exchange_index_bit<1, 0xaaaaaaaau>(z[2], z[3]);
+    exchange_index_bit<2, 0xccccccccu>(z[0], z[2]);
+    exchange_index_bit<2, 0xccccccccu>(z[1], z[3]);
+    // nibble n of z[r] is the code of word 4n + r
+#pragma unroll
+    for (u32 half = 0; half < 2; ++half) {
+        u32 x[4];
+#pragma unroll
+        for (u32 r = 0; r < 4; ++r) x[r] = bytes_of(codes.low, codes.high, half ? z[r] >> 16 : z[r]);
+        u32 t0 = bytes_of(x[0], x[1], 0x5140), t1 = bytes_of(x[0], x[1], 0x7362);
+        u32 t2 = bytes_of(x[2], x[3], 0x5140), t3 = bytes_of(x[2], x[3], 0x7362);
+        u32 y[4] = {bytes_of(t0, t2, 0x5410), bytes_of(t0, t2, 0x7632), bytes_of(t1, t3, 0x5410),
+                    bytes_of(t1, t3, 0x7632)};
+#pragma unroll
+        for (u32 q = 0; q < 4; ++q) {
+            u32 s = sign_mantissa[half * 4 + q];
+            u32 upper = select_bits(0x80808080u, s, y[q] >> 1);
+            u32 lower = select_bits(0x80808080u, y[q] << 7, s);
+            v[half * 8 + q * 2] = bytes_of(lower, upper, 0x5140);
+            v[half * 8 + q * 2 + 1] = bytes_of(lower, upper, 0x7362);
+        }
+    }
+}
+
+// Bit i is 1 if word i of this thread's 32 exists in a block of m words.
+__device__ __forceinline__ u32 valid_words(u32 m) {
+    int left = int(m) - int(threadIdx.x * THREAD_WORDS);
+    return left >= 32 ? ~0u : left <= 0 ? 0u : (1u << left) - 1;
+}
+
+__device__ __forceinline__ u32 warp_inclusive_sum(u32 x) {
+#pragma unroll
+    for (u32 d = 1; d < 32; d *= 2) {
+        u32 y = __shfl_up_sync(~0u, x, d);
+        if ((threadIdx.x & 31) >= d) x += y;
+    }
+    return x;
+}
+
+__device__ __forceinline__ u64 warp_sum(u64 x) {
+#pragma unroll
+    for (u32 d = 16; d; d /= 2) x += __shfl_down_sync(~0u, x, d);
+    return x;
+}
+
+// Sum of u64 over a warp, wrapping; in every lane. Three 32-bit reductions, of 16, 16 and 32 bits.
+__device__ __forceinline__ u64 warp_sum_all(u64 x) {
+    u32 a = __reduce_add_sync(~0u, u32(x) & 0xffff);
+    u32 b = __reduce_add_sync(~0u, u32(x) >> 16);
+    u32 c = __reduce_add_sync(~0u, u32(x >> 32));
+    return u64(a) + (u64(b) << 16) + (u64(c) << 32);
+}
+
+// Digest weights of a thread's units, in slot order, kept in registers over all tiles.
+template <u32 ELEMENT_BYTES>
+struct Weights {
+    static constexpr u32 CHUNK = 8 * ELEMENT_BYTES / 4;  // units a chunk of 8 elements
+    u32 w[4 * CHUNK];
+    __device__ __forceinline__ Weights() {
+#pragma unroll
+        for (u32 i = 0; i < 4 * CHUNK; ++i) {
+            u32 chunk = (i / CHUNK + slot_rotation()) & 3;
+            w[i] = digest_weight(threadIdx.x * 4 * CHUNK + chunk * CHUNK + i % CHUNK);
+            asm volatile("" : "+r"(w[i]));  // computed once, not in every tile
+        }
+    }
+};
