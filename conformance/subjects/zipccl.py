@@ -15,7 +15,6 @@ MODES = {
     "always": {"compress": "always"},
     "always_gaussian": {"compress": "always", "codebook": "gaussian", "prefix_percent": 0.0},
     "never": {"compress": "never"},
-    "auto": {"compress": "auto", "min_bytes": 4096},
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -17,26 +16,23 @@ from .wire import ERROR_KINDS
 _ERROR_KEY = "error"
 _POLL_S = 0.005
 _KINDS = {kind.__name__: kind for kind in ERROR_KINDS}
-_made: dict[str, int] = {}
-_made_lock = threading.Lock()
 
 
 def group_store(group: dist.ProcessGroup, timeout_s: float) -> Store:
     """A store of this Communicator alone, the same on all ranks of the group: named by the group and a running number.
 
-    Its blocking calls are bounded by timeout_s. Each rank counts the Communicators it makes on a group, so they must be
-    made in one order on all its ranks, as with torch's own groups. Numbers are never used again in a process, so a
-    group of an old name meets no old keys.
+    Its blocking calls are bounded by timeout_s. The store itself counts the Communicators that each rank makes on a
+    group, so they must be made in one order on all its ranks, as with torch's own groups; and a group that is made
+    again with an old name on an old store meets no old keys.
     """
-    name = group.group_name
-    with _made_lock:
-        number = _made[name] = _made.get(name, -1) + 1
     get = getattr(dist.distributed_c10d, "_get_process_group_store")  # noqa: B009  (private, hence spelled out)
     store = get(group)
     if hasattr(store, "clone"):  # a client of its own: a thread that waits in the store holds its client's lock
         store = store.clone()
         store.set_timeout(timedelta(seconds=timeout_s))
-    return PrefixStore(f"zipccl/{name}/{number}", store)
+    name = f"zipccl/{group.group_name}"
+    number = store.add(f"{name}/made by rank {group.rank()}", 1)
+    return PrefixStore(f"{name}/{number}", store)
 
 
 class Board:

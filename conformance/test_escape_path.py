@@ -1,0 +1,151 @@
+"""Escapes from none to all, at the edge of the stored rule, and under a codebook that does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from conformance.exercise import DTYPES, OPERATIONS, exercise, inputs_of_all, needs
+from conformance.oracle import assert_same_bits, tensor_of
+from conformance.strategies import (
+    BLOCK_WORDS,
+    ESCAPE_KINDS,
+    GAUSSIAN_EXPONENTS,
+    STORED_OVER_ESCAPES,
+    patterns,
+    rng_of,
+    with_exponent,
+    words_of,
+)
+
+RECORD_BYTES = 11264
+HEADER_AND_DIRECTORY_BYTES = 128 + 128
+
+every_operation = pytest.mark.parametrize("operation", OPERATIONS)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+
+
+@every_operation
+@every_dtype
+@pytest.mark.parametrize("kind", ESCAPE_KINDS)
+def test_any_share_of_escapes_goes_through_every_collective(world, operation, dtype, kind):
+    needs(world, operation)
+    for mode in world.subject.capabilities.modes:
+        inputs = inputs_of_all(operation, kind, 2 * BLOCK_WORDS + 77, world.world_size, dtype)
+        exercise(world, world.communicator(mode), operation, inputs, dtype, what=f"({kind})")
+
+
+@every_operation
+def test_one_rank_all_zeros_and_one_random_bits(world, mode, operation):
+    needs(world, operation)
+    n = 20_000 if operation == "all_gather_into_tensor" else 20_000 * world.world_size
+    inputs = [patterns("gaussian", n, rank) for rank in range(world.world_size)]
+    inputs[0] = np.zeros(n, np.uint16)
+    inputs[-1] = rng_of("random bits", n).integers(0, 1 << 16, n).astype(np.uint16)
+    exercise(world, world.communicator(mode), operation, inputs, "bfloat16")
+
+
+@pytest.mark.operation("all_gather_into_tensor")
+def test_a_distribution_that_shifts_between_calls_stays_exact(world, mode):
+    comm = world.communicator(mode)
+    for k in (0, 3, -3, 20, -20, 0):
+        inputs = [
+            words_of(rng_of("shift", k, rank).normal(0.0, 0.02 * 2.0**k, 30_000)) for rank in range(world.world_size)
+        ]
+        exercise(world, comm, "all_gather_into_tensor", inputs, "bfloat16", what=f"(sigma · 2^{k})")
+
+
+@pytest.mark.requires("decides")
+@pytest.mark.operation("all_gather_into_tensor")
+def test_words_that_do_not_fit_any_codebook_cost_their_raw_size_and_a_little(world):
+    world.require(modes="always")
+    comm = world.communicator("always")
+    n = 1 << 17
+    inputs = [rng_of("noise", rank).integers(0, 1 << 16, n).astype(np.uint16) for rank in range(world.world_size)]
+    exercise(world, comm, "all_gather_into_tensor", inputs, "bfloat16")
+    stats = comm.stats()
+    assert stats["raw_bytes"] == 2 * n * (world.world_size - 1)
+    assert stats["sent_bytes"] <= stats["raw_bytes"] * 1.001 + 1000 * (world.world_size - 1)
+
+
+@pytest.mark.requires("decides")
+@pytest.mark.operation("all_gather_into_tensor")
+def test_gaussian_words_are_sent_in_their_compressed_size(world):
+    world.require(modes="always")
+    comm = world.communicator("always")
+    n = 1 << 18
+    inputs = [patterns("gaussian", n, rank) for rank in range(world.world_size)]
+    exercise(world, comm, "all_gather_into_tensor", inputs, "bfloat16")
+    stats = comm.stats()
+    assert stats["sent_bytes"] <= stats["raw_bytes"] * 11.5 / 16
+    assert 0.015 * n < stats["escapes"] / (world.world_size - 1) < 0.035 * n
+
+
+@pytest.mark.requires("decides")
+@pytest.mark.operation("reduce_scatter_tensor")
+def test_gradients_widened_to_float32_are_sent_without_their_empty_halves(world):
+    world.require("ordered_sum", modes="always")
+    comm = world.communicator("always")
+    n = 1 << 17
+    inputs = inputs_of_all("reduce_scatter_tensor", "widened:gaussian", n, world.world_size, "float32")
+    exercise(world, comm, "reduce_scatter_tensor", inputs, "float32")
+    stats = comm.stats()
+    assert stats["sent_bytes"] <= stats["raw_bytes"] * 11.6 / 32
+
+
+# ------------------------------------------------------------------------------------------------------ the codec
+
+
+def block(escapes: int, m: int = BLOCK_WORDS) -> torch.Tensor:
+    rng = rng_of("block", escapes, m)
+    exponents = np.full(m, GAUSSIAN_EXPONENTS[3])
+    exponents[rng.permutation(m)[:escapes]] = 7
+    return tensor_of(with_exponent(exponents, rng), torch.bfloat16)
+
+
+@pytest.mark.parametrize("escapes", [0, 1, STORED_OVER_ESCAPES - 1, STORED_OVER_ESCAPES])
+def test_a_block_up_to_the_rule_costs_a_byte_an_escape(codec, escapes):
+    words = block(escapes)
+    frame = codec.encode(words, GAUSSIAN_EXPONENTS)
+    assert frame.numel() == HEADER_AND_DIRECTORY_BYTES + RECORD_BYTES + escapes
+    assert_same_bits(codec.decode(frame), words, f"{escapes} escapes")
+
+
+@pytest.mark.parametrize("escapes", [STORED_OVER_ESCAPES + 1, BLOCK_WORDS - 1, BLOCK_WORDS])
+def test_a_block_over_the_rule_is_stored_and_costs_no_more(codec, escapes):
+    words = block(escapes)
+    frame = codec.encode(words, GAUSSIAN_EXPONENTS)
+    assert frame.numel() == HEADER_AND_DIRECTORY_BYTES + 2 * BLOCK_WORDS
+    assert_same_bits(codec.decode(frame), words, f"{escapes} escapes")
+
+
+@pytest.mark.parametrize("m", [1, 2, 3, 5, 7, 8, 9, 16, 100, 127, 128, 129, 1000])
+def test_the_rule_holds_in_short_blocks(codec, m):
+    record = m + 3 * -(-m // 8)
+    limit = max(0, 2 * m - record)
+    for escapes in sorted({0, min(m, limit), min(m, limit + 1), m}):
+        words = block(escapes, m)
+        frame = codec.encode(words, GAUSSIAN_EXPONENTS)
+        dynamic = escapes if escapes <= limit else limit
+        assert frame.numel() == HEADER_AND_DIRECTORY_BYTES + -(-record // 128) * 128 + dynamic, (m, escapes)
+        assert_same_bits(codec.decode(frame), words, f"{escapes} escapes of {m}")
+
+
+@pytest.mark.parametrize("shift", range(-8, 9))
+def test_a_codebook_wrong_by_a_power_of_two_only_costs_bytes(codec, shift):
+    words = tensor_of(patterns("gaussian", 3 * BLOCK_WORDS, seed=shift), torch.bfloat16)
+    codebook = tuple(e + shift for e in GAUSSIAN_EXPONENTS)
+    frame = codec.encode(words, codebook)
+    assert frame.numel() <= 2 * words.numel() + 8 * 3 + 512
+    assert_same_bits(codec.decode(frame), words, f"codebook shifted by {shift}")
+
+
+def test_zeros_are_coded_when_the_codebook_holds_exponent_0(codec):
+    words = tensor_of(patterns("zeros", BLOCK_WORDS), torch.bfloat16)
+    coded = codec.encode(words, (0, 1, 2, 3, 4, 5, 6))
+    assert coded.numel() == HEADER_AND_DIRECTORY_BYTES + RECORD_BYTES
+    stored = codec.encode(words, GAUSSIAN_EXPONENTS)
+    assert stored.numel() == HEADER_AND_DIRECTORY_BYTES + 2 * BLOCK_WORDS
+    assert_same_bits(codec.decode(coded), words, "zeros, coded")
+    assert_same_bits(codec.decode(stored), words, "zeros, stored")
