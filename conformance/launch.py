@@ -266,6 +266,9 @@ def launch(
                 timed_out = process.poll() is None
                 if timed_out:
                     run.problems.append(_deadline_text(plan, follower))
+            except KeyboardInterrupt:
+                timed_out = True
+                run.problems.append(f"interrupted after {time.time() - run.started:.0f} s")
             finally:
                 _end(process, follower)
             for _ in range(2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -32,7 +33,6 @@ OPS = ("sum", "avg", "premul_sum")
 COUNTS = (0, 1, 7, 33, 1009, 8193)
 FACTOR = 1 / 3
 
-dtypes = pytest.mark.parametrize("dtype", DTYPES)
 coded_dtypes = pytest.mark.parametrize("dtype", CODED)
 all_gather = pytest.mark.operation("all_gather_into_tensor")
 reduce_scatter = pytest.mark.operation("reduce_scatter_tensor")
@@ -48,6 +48,11 @@ def bits(dtype: str, n: int, rank: int, kind: str = "gaussian", seed: int = 0) -
         return patterns(kind, n, rank, seed, dtype=dtype)
     size = DTYPES[dtype].itemsize
     return rng_of("bits", dtype, n, rank, seed).integers(0, 256, n * size, dtype=np.uint8).view(f"u{size}")
+
+
+def others(world: World) -> list[str]:
+    """Those dtypes outside CODED that the subject carries."""
+    return [d for d in OTHERS if d in world.subject.capabilities.dtypes]
 
 
 def tensor(world: World, dtype: str, array: np.ndarray, shape: tuple[int, ...] | None = None) -> torch.Tensor:
@@ -69,7 +74,7 @@ def gather_and_check(world: World, comm: Any, dtype: str, n: int, kind: str = "g
 
 
 @all_gather
-@dtypes
+@coded_dtypes
 def test_all_gather_returns_the_bits_of_every_rank(world, mode, dtype):
     world.require(operations="all_gather_into_tensor", dtypes=dtype)
     comm = world.communicator(mode)
@@ -77,6 +82,14 @@ def test_all_gather_returns_the_bits_of_every_rank(world, mode, dtype):
         gather_and_check(world, comm, dtype, n)
     for kind in ("indexed", "nan_payloads", "zeros"):
         gather_and_check(world, comm, dtype, 4099, kind)
+
+
+@all_gather
+def test_all_gather_of_other_dtypes_returns_the_bits_of_every_rank(world, mode):
+    comm = world.communicator(mode)
+    for dtype in others(world):
+        for n in COUNTS:
+            gather_and_check(world, comm, dtype, n)
 
 
 @all_gather
@@ -89,29 +102,30 @@ def test_all_gather_works_in_any_world_size(world, mode):
 
 
 @all_gather
-@coded_dtypes
 @pytest.mark.parametrize("stacked", [False, True])
-def test_all_gather_of_matrices_concatenates_or_stacks(world, mode, dtype, stacked):
+def test_all_gather_of_matrices_concatenates_or_stacks(world, mode, stacked):
     if stacked:
         world.require("stacked_gather")
     shape = (world.world_size, 3, 5) if stacked else (world.world_size * 3, 5)
     comm = world.communicator(mode)
-    out = poisoned(shape, DTYPES[dtype], world.device)
-    comm.all_gather_into_tensor(out.tensor, tensor(world, dtype, bits(dtype, 15, world.rank), (3, 5)))
-    want = np.concatenate([bits(dtype, 15, r) for r in range(world.world_size)]).reshape(shape)
-    check_output(out, want, "all_gather_into_tensor of 3×5")
+    for dtype in CODED:
+        out = poisoned(shape, DTYPES[dtype], world.device)
+        comm.all_gather_into_tensor(out.tensor, tensor(world, dtype, bits(dtype, 15, world.rank), (3, 5)))
+        want = np.concatenate([bits(dtype, 15, r) for r in range(world.world_size)]).reshape(shape)
+        check_output(out, want, f"all_gather_into_tensor of 3×5 {dtype}")
 
 
 @all_gather
-@coded_dtypes
-def test_all_gather_in_place_leaves_the_own_slot_and_fills_the_others(world, mode, dtype):
+def test_all_gather_in_place_leaves_the_own_slot_and_fills_the_others(world, mode):
     n = 10_007
     comm = world.communicator(mode)
-    out = poisoned(n * world.world_size, DTYPES[dtype], world.device)
-    mine = out.tensor.narrow(0, world.rank * n, n)
-    mine.copy_(tensor_of(bits(dtype, n, world.rank), DTYPES[dtype], world.device))
-    comm.all_gather_into_tensor(out.tensor, mine)
-    check_output(out, np.concatenate([bits(dtype, n, r) for r in range(world.world_size)]), "in-place all_gather")
+    for dtype in CODED:
+        out = poisoned(n * world.world_size, DTYPES[dtype], world.device)
+        mine = out.tensor.narrow(0, world.rank * n, n)
+        mine.copy_(tensor_of(bits(dtype, n, world.rank), DTYPES[dtype], world.device))
+        comm.all_gather_into_tensor(out.tensor, mine)
+        want = np.concatenate([bits(dtype, n, r) for r in range(world.world_size)])
+        check_output(out, want, f"in-place all_gather of {dtype}")
 
 
 def exact_terms(dtype: str, n: int, world_size: int) -> list[np.ndarray]:
@@ -131,15 +145,13 @@ def torch_op(op: str, factor: float) -> Any:
 
 
 @reduce_scatter
-@dtypes
 @pytest.mark.parametrize("op", OPS)
-def test_reduce_scatter_of_whole_numbers_is_exact(world, mode, dtype, op):
+def test_reduce_scatter_of_whole_numbers_is_exact(world, mode, op):
     """Needs no order of summation, so every subject must pass it."""
-    world.require(operations="reduce_scatter_tensor", dtypes=dtype, reduce_ops=op)
-    if op != "sum" and dtype not in CODED:
-        pytest.skip(f"UNSUPPORTED: {op} is defined for bfloat16 and float32 only")
+    world.require(operations="reduce_scatter_tensor", reduce_ops=op)
     comm = world.communicator(mode)
-    for n in COUNTS:
+    names = [*CODED, *(others(world) if op == "sum" else ())]
+    for dtype, n in itertools.product(names, COUNTS):
         terms = exact_terms(dtype, n * world.world_size, world.world_size)
         out = poisoned(n, DTYPES[dtype], world.device)
         comm.reduce_scatter_tensor(
@@ -182,11 +194,9 @@ def test_reduce_scatter_is_the_ordered_sum_in_any_world_size(world, mode):
 
 
 @all_to_all
-@dtypes
-def test_all_to_all_sends_each_piece_to_its_rank(world, mode, dtype):
-    world.require(operations="all_to_all_single", dtypes=dtype)
+def test_all_to_all_sends_each_piece_to_its_rank(world, mode):
     comm = world.communicator(mode)
-    for n in COUNTS:
+    for dtype, n in itertools.product([*CODED, *others(world)], COUNTS):
         out = poisoned(n * world.world_size, DTYPES[dtype], world.device)
         comm.all_to_all_single(out.tensor, tensor(world, dtype, bits(dtype, n * world.world_size, world.rank)))
         sent = [bits(dtype, n * world.world_size, r) for r in range(world.world_size)]
@@ -230,10 +240,12 @@ def exchange_rows(world: World, comm: Any, dtype: str, rows: Callable[[int, int]
 
 @all_to_all
 @pytest.mark.parametrize("splits", SPLITS)
-def test_all_to_all_with_uneven_and_zero_splits(world, mode, splits):
-    comm = world.communicator(mode)
-    for dtype in CODED:
-        exchange_rows(world, comm, dtype, SPLITS[splits], splits)
+def test_all_to_all_with_uneven_and_zero_splits(world, splits):
+    """In every mode: communicators of all of them live at once."""
+    for mode in world.subject.capabilities.modes:
+        comm = world.communicator(mode)
+        for dtype in CODED:
+            exchange_rows(world, comm, dtype, SPLITS[splits], f"{splits}, mode {mode}")
 
 
 @all_to_all
@@ -245,11 +257,9 @@ def test_all_to_all_with_uneven_splits_in_any_world_size(world, mode):
 
 
 @all_to_all
-@pytest.mark.parametrize("dtype", OTHERS)
-def test_all_to_all_with_uneven_splits_of_other_dtypes(world, dtype):
-    world.require(dtypes=dtype)
-    comm = world.communicator()
-    for name in ("each_pair_another", "silent_receiver"):
+def test_all_to_all_with_uneven_splits_of_other_dtypes(world, mode):
+    comm = world.communicator(mode)
+    for dtype, name in itertools.product(others(world), ("each_pair_another", "silent_receiver")):
         exchange_rows(world, comm, dtype, SPLITS[name], name)
 
 
@@ -383,14 +393,11 @@ def test_last_decision_and_stats_tell_what_was_done(world, mode):
 
 
 @pytest.mark.requires("decides")
-@pytest.mark.parametrize("dtype", OTHERS)
-def test_dtypes_that_are_not_coded_run_native_and_say_so(world, mode, dtype):
-    world.require(dtypes=dtype)
-    if dtype in world.subject.capabilities.coded_dtypes:
-        pytest.skip(f"UNSUPPORTED: subject codes {dtype}")
+def test_dtypes_that_are_not_coded_run_native_and_say_so(world, mode):
     comm = world.communicator(mode)
-    gather_and_check(world, comm, dtype, 5000)
-    assert comm.last_decision.mode == "native", f"{dtype} is not coded, decision was {comm.last_decision}"
+    for dtype in sorted(set(others(world)) - world.subject.capabilities.coded_dtypes):
+        gather_and_check(world, comm, dtype, 5000)
+        assert comm.last_decision.mode == "native", f"{dtype} is not coded, decision was {comm.last_decision}"
 
 
 # --------------------------------------------------------------------------------------------- wrong arguments
@@ -457,12 +464,17 @@ def errors_of_all(world: World, call: Callable[[], None]) -> list[tuple[str, boo
 
 
 @pytest.mark.requires("checks_arguments")
-@pytest.mark.parametrize("on", ["all_ranks", "one_rank"])
 @pytest.mark.parametrize("wrong", WRONG)
-def test_wrong_arguments_are_one_value_error_on_every_rank(world, wrong, on):
-    comm = world.communicator()
+def test_wrong_arguments_are_one_value_error_on_every_rank(world, wrong):
     right = next(call for name, call in RIGHT.items() if wrong.startswith(name))
-    chosen = WRONG[wrong] if on == "all_ranks" or world.rank == world.world_size - 1 else right
+    refused(world, wrong, WRONG[wrong])
+    refused(world, f"{wrong}, on the last rank only", WRONG[wrong] if world.rank == world.world_size - 1 else right)
+    gather_and_check(world, world.communicator(), "bfloat16", 100)
+
+
+def refused(world: World, wrong: str, chosen: Callable[[World, Any], None]) -> None:
+    """The call is one ValueError on every rank, at once."""
+    comm = world.communicator()
     began = time.monotonic()
     errors = errors_of_all(world, lambda: chosen(world, comm))
     assert all(is_value_error for _, is_value_error, _ in errors), f"{wrong}: wanted a ValueError everywhere: {errors}"
@@ -470,7 +482,6 @@ def test_wrong_arguments_are_one_value_error_on_every_rank(world, wrong, on):
     assert all(text for _, _, text in errors), f"{wrong}: an error without a text: {errors}"
     took = time.monotonic() - began
     assert took < 5, f"{wrong}: a wrong argument is seen at once, this took {took:.1f} s"
-    gather_and_check(world, world.communicator(), "bfloat16", 100)
 
 
 DISAGREEMENTS: dict[str, Callable[[World, Any, bool], None]] = {
@@ -496,13 +507,13 @@ DISAGREEMENTS: dict[str, Callable[[World, Any, bool], None]] = {
 
 @pytest.mark.requires("checks_arguments")
 @pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_disagree_get_one_error_on_every_rank(world, mode, what):
-    comm = world.communicator(mode)
+def test_ranks_that_disagree_get_one_error_on_every_rank(world, what):
+    comm = world.communicator()
     odd = world.rank == world.world_size - 1
     errors = errors_of_all(world, lambda: DISAGREEMENTS[what](world, comm, odd))
     assert all(name for name, _, _ in errors), f"{what}: some rank saw no error: {errors}"
     assert len({name for name, _, _ in errors}) == 1, f"{what}: the ranks raised different errors: {errors}"
-    gather_and_check(world, world.communicator(mode), "bfloat16", 100)
+    gather_and_check(world, world.communicator(), "bfloat16", 100)
 
 
 # ------------------------------------------------------------------------------------------------ groups, layouts
@@ -564,11 +575,17 @@ def test_communicators_of_different_modes_live_together(world):
 
 
 @every_operation
-@pytest.mark.parametrize("offset", [1, 2, 3, 5, 7])
-def test_any_storage_offset_gives_the_same_bits(world, operation, offset):
-    n, size, me = 1003, world.world_size, world.rank
+def test_any_storage_offset_gives_the_same_bits(world, operation):
+    if operation == "reduce_scatter_tensor":
+        world.require("ordered_sum")
     comm = world.communicator()
-    data = [bits("bfloat16", n * size, r, "indexed") for r in range(size)]
+    for offset in (1, 2, 3, 5, 7):
+        call_at_offset(world, comm, operation, offset)
+
+
+def call_at_offset(world: World, comm: Any, operation: str, offset: int) -> None:
+    n, size, me = 1003, world.world_size, world.rank
+    data = [bits("bfloat16", n * size, r, "indexed", offset) for r in range(size)]
     mine = misaligned(tensor_of(data[me], torch.bfloat16, world.device), offset)
     if operation == "all_gather_into_tensor":
         out = poisoned(n * size, torch.bfloat16, world.device, offset)
@@ -579,7 +596,6 @@ def test_any_storage_offset_gives_the_same_bits(world, operation, offset):
         comm.all_to_all_single(out.tensor, mine)
         want = np.concatenate([d[me * n : (me + 1) * n] for d in data])
     else:
-        world.require("ordered_sum")
         out = poisoned(n, torch.bfloat16, world.device, offset)
         comm.reduce_scatter_tensor(out.tensor, mine)
         want = ordered_sum([d[me * n : (me + 1) * n] for d in data])
@@ -597,14 +613,14 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @every_operation
 @pytest.mark.requires("any_layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_inputs_that_are_not_contiguous_are_taken_in_their_logical_order(world, mode, operation, layout):
+def test_inputs_that_are_not_contiguous_are_taken_in_their_logical_order(world, operation, layout):
     size, me = world.world_size, world.rank
     total = 96 * size
     data = [bits("bfloat16", total, r, "indexed") for r in range(size)]
     # One piece of 96 elements a rank; the pieces are laid out strangely, and for one rank the whole input is.
     piece = LAYOUTS[layout](tensor_of(data[me][:96], torch.bfloat16, world.device))
     assert not piece.is_contiguous()
-    comm = world.communicator(mode)
+    comm = world.communicator()
     if operation == "all_gather_into_tensor":
         out = poisoned(total, torch.bfloat16, world.device)
         want = np.concatenate([d[:96] for d in data])
