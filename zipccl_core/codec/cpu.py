@@ -177,13 +177,15 @@ def _encode_chunk(rows: Elements, table: bytes, records: U8, dynamic: U8, end: i
     """
     m = rows.shape[1]
     words = _words_of(rows)
-    exponents = (words >> 7).astype(np.uint8)
+    upper, lower = (words >> 8).astype(np.uint8), words.astype(np.uint8)
+    exponents = (upper + upper) | (lower >> np.uint8(7))
+    sign_mantissa = (upper & np.uint8(0x80)) | (lower & np.uint8(0x7F))
     codes = _translate(exponents, table)
     escaped = codes == ESCAPE
     counts = _true_counts(escaped)
     low = _low_halves(rows)
     low_present = [False] * len(rows) if low is None else [bool(row.any()) for row in low]
-    _write_coded(words, codes, records)
+    _write_coded(sign_mantissa, codes, records)
 
     most = spill_bytes(m)
     if not any(low_present) and max(counts) <= most:
@@ -213,11 +215,11 @@ def _encode_chunk(rows: Elements, table: bytes, records: U8, dynamic: U8, end: i
     return end, sum(counts)
 
 
-def _write_coded(words: U16, codes: U8, records: U8) -> None:
+def _write_coded(sign_mantissa: U8, codes: U8, records: U8) -> None:
     """Fill [blocks, align128(R)] records of coded blocks (FORMAT.md 4.2)."""
-    m = words.shape[1]
+    m = codes.shape[1]
     plane_bytes = -(-m // 8)
-    records[:, :m] = (words & np.uint16(0x7F)) | ((words >> 8) & np.uint16(0x80))
+    records[:, :m] = sign_mantissa
     for p in range(PLANES):
         plane = np.packbits(codes & np.uint8(1 << p), axis=1, bitorder="little")
         records[:, m + p * plane_bytes : m + (p + 1) * plane_bytes] = plane
