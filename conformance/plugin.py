@@ -563,13 +563,14 @@ class Ranked:
         report = yield
         self.clean = self.clean and report.passed
         if report.failed and self._order is None:
+            from conformance.subject import UnknownCapability
+
             self._order = -1
             with contextlib.suppress(StoreGone):
                 self._order = self.store.add(f"{self._key}/order")
             error = call.excinfo.value if call.excinfo else None
             report.broke = is_out_of_memory(error) or (report.when != "call" and not isinstance(error, CloseFailed))
-            if isinstance(error, (StoreGone, RanksMissing)):
-                report.broke = isinstance(error, StoreGone)
+            report.broke = report.broke or isinstance(error, (StoreGone, UnknownCapability))
             del error
             # Frames of the traceback hold the test's groups; peers are released only when those are gone.
             for name in ("last_type", "last_value", "last_traceback", "last_exc"):

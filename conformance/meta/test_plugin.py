@@ -1,0 +1,390 @@
+"""The plugin judges right whatever ranks do: each way in which a rank can fail is planted, launched, and looked up."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from conformance.launch import Tail, describe_exit, read_run
+from conformance.meta.launching import ROOT, Launched, run_file, run_pytest
+from conformance.plugin import merge
+from conformance.report import closing_line, frames_by_kind, suite_of
+
+pytestmark = pytest.mark.outer
+
+PRELUDE = '''
+import os, signal, time, warnings
+import pytest
+import torch
+import torch.distributed as dist
+
+def total(world, mine):
+    """An all_reduce whose answer tells which calls paired up."""
+    x = torch.tensor([float(mine)])
+    dist.all_reduce(x)
+    return x.item()
+'''
+
+ALONE = (
+    PRELUDE
+    + '''
+def test_first_passes(world, record_row):
+    record_row("frames", kind="made up", dtype="bfloat16", n_words=800, raw_bytes=1600, frame_bytes=1000, escapes=8)
+    assert total(world, world.rank + 1) == 6.0
+
+def test_rank_1_fails_before_its_collective(world):
+    if world.rank == 1:
+        assert 3 == 4, "planted on rank 1"
+    total(world, 100)
+
+def test_right_numbers_after_a_failure(world):
+    assert total(world, 1) == 3.0
+
+def test_right_numbers_again(world):
+    assert total(world, 7 + world.rank) == 24.0
+
+@pytest.fixture
+def breaks_on_rank_2(world):
+    if world.rank == 2:
+        raise ValueError("planted in setup")
+
+def test_setup_breaks(breaks_on_rank_2, world):
+    total(world, 1)
+
+@pytest.fixture
+def breaks_afterwards(world):
+    yield
+    if world.rank == 0:
+        raise ValueError("planted in teardown")
+
+def test_teardown_breaks(breaks_afterwards, world):
+    total(world, 1)
+
+def test_right_numbers_after_errors(world):
+    assert total(world, 2) == 6.0
+
+def test_rank_0_skips_alone(world):
+    if world.rank == 0:
+        pytest.skip("planted skip")
+    world.barrier_store("others")
+
+def test_rank_2_returns_early(world):
+    if world.rank != 2:
+        total(world, 1)
+
+def test_right_numbers_after_a_missing_call(world):
+    assert total(world, 3) == 9.0
+
+def test_all_skip(world):
+    world.require("ordered_sum")
+
+@pytest.mark.xfail(reason="known")
+def test_known_failure(world):
+    assert total(world, 1) == 0.0
+
+@pytest.mark.xfail(reason="known no more")
+def test_known_failure_that_passes(world):
+    assert total(world, 1) == 3.0
+
+def test_memory_error(world):
+    if world.rank == 1:
+        raise MemoryError("planted")
+
+def test_without_world_runs_once():
+    assert os.environ["RANK"] == "0"
+
+def test_without_world_fails():
+    assert 5 == 6, "planted without world"
+
+@pytest.mark.ranks(1, 2, 9)
+def test_sub_worlds(world):
+    assert total(world, 1) == world.world_size
+    assert world.exchange(world.rank) == list(range(world.world_size))
+
+def test_unknown_capability(world):
+    world.require("speed_of_light")
+
+def test_drops_a_call_in_flight(world):
+    if world.rank == 0:
+        work = dist.all_reduce(torch.ones(4), async_op=True)
+        raise KeyError("planted with a call in flight")
+    total(world, 5)
+
+def test_last_passes(world):
+    assert total(world, world.rank) == 3.0
+'''
+)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    return run_file(tmp_path_factory.mktemp("alone"), ALONE, 3, "--group-timeout-s=4", "--junitxml=run/junit.xml")
+
+
+def test_every_verdict_is_of_the_right_kind(alone):
+    assert alone.kinds() == {
+        "test_first_passes": "PASS",
+        "test_rank_1_fails_before_its_collective": "FAIL",
+        "test_right_numbers_after_a_failure": "PASS",
+        "test_right_numbers_again": "PASS",
+        "test_setup_breaks": "ERROR",
+        "test_teardown_breaks": "ERROR",
+        "test_right_numbers_after_errors": "PASS",
+        "test_rank_0_skips_alone": "FAIL",
+        "test_rank_2_returns_early": "FAIL",
+        "test_right_numbers_after_a_missing_call": "PASS",
+        "test_all_skip": "UNSUPPORTED",
+        "test_known_failure": "XFAIL",
+        "test_known_failure_that_passes": "FAIL",
+        "test_memory_error": "ERROR",
+        "test_without_world_runs_once": "PASS",
+        "test_without_world_fails": "FAIL",
+        "test_sub_worlds[1ranks]": "PASS",
+        "test_sub_worlds[2ranks]": "PASS",
+        "test_sub_worlds[9ranks]": "UNSUPPORTED",
+        "test_unknown_capability": "ERROR",
+        "test_drops_a_call_in_flight": "FAIL",
+        "test_last_passes": "PASS",
+    }, alone.out + alone.err
+
+
+def test_real_error_of_the_first_failing_rank_is_shown(alone):
+    r = alone.results["test_rank_1_fails_before_its_collective"]
+    assert "rank 1 failed" in r["reason"]
+    assert "planted on rank 1" in r["reason"]
+    assert "rank 1 of 3 was the first to fail" in alone.err
+    assert "assert 3 == 4" in alone.err
+    assert "timed out" not in r["text"].lower()
+    assert alone.results["test_setup_breaks"]["reason"] == "rank 2 broke in setup: ValueError: planted in setup"
+    assert "planted in teardown" in alone.results["test_teardown_breaks"]["reason"]
+    assert alone.results["test_drops_a_call_in_flight"]["reason"].startswith("rank 0 ")
+    assert "planted with a call in flight" in alone.results["test_drops_a_call_in_flight"]["text"]
+
+
+def test_a_lone_skip_is_named(alone):
+    r = alone.results["test_rank_0_skips_alone"]
+    assert "0" in r["reason"]
+    assert "planted skip" in r["reason"]
+    assert r["by_rank"]["0"] == "planted skip"
+
+
+def test_exit_code_and_closing_line_count_everything(alone):
+    assert alone.returncode == 1
+    assert alone.out.strip().splitlines()[-1].strip("= ").startswith(
+        "9 passed, 6 failed, 2 skipped, 4 errors, 1 xfailed in "
+    )
+
+
+def test_one_junit_has_every_test(alone):
+    junit = alone.junit()
+    assert set(junit) == set(alone.results)
+    assert junit["test_rank_1_fails_before_its_collective"] == "failure"
+    assert junit["test_setup_breaks"] == "error"
+    assert junit["test_all_skip"] == junit["test_known_failure"] == "skipped"
+    assert junit["test_first_passes"] == ""
+
+
+def test_rows_become_ratios(alone):
+    [row] = alone.report["frames"]
+    assert row["bits_per_word"] == 10.0
+    assert row["ratio"] == 1.6
+    assert row["escape_rate"] == 0.01
+    assert "10.000" in alone.out
+
+
+def test_a_run_can_be_judged_again_from_its_logs(alone):
+    again = read_run(alone.run_dir)
+    assert {r.nodeid.split("::")[-1]: r.kind for r in again.results.values()} == alone.kinds()
+    assert not again.ok()
+
+
+DYING = (
+    PRELUDE
+    + '''
+def test_rank_1_exits_with_3(world):
+    if world.rank == 1:
+        os._exit(3)
+    total(world, 1)
+
+def test_right_numbers_after_an_exit(world):
+    assert total(world, 1 + world.rank) == 3.0
+
+@pytest.mark.limit_s(2)
+def test_rank_1_hangs(world):
+    if world.rank == 1:
+        time.sleep(1000)
+
+def test_right_numbers_after_a_hang(world):
+    assert total(world, 1 + world.rank) == 3.0
+
+def test_rank_0_is_killed(world):
+    if world.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    total(world, 1)
+
+def test_last_passes(world):
+    assert total(world, 4) == 8.0
+'''
+)
+
+
+@pytest.fixture(scope="module")
+def dying(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    return run_file(tmp_path_factory.mktemp("dying"), DYING, 2, "--group-timeout-s=4")
+
+
+def test_a_dead_or_hung_rank_costs_one_verdict(dying):
+    assert dying.kinds() == {
+        "test_rank_1_exits_with_3": "FAIL",
+        "test_right_numbers_after_an_exit": "PASS",
+        "test_rank_1_hangs": "FAIL",
+        "test_right_numbers_after_a_hang": "PASS",
+        "test_rank_0_is_killed": "FAIL",
+        "test_last_passes": "PASS",
+    }, dying.out + dying.err
+    assert dying.returncode == 1
+    assert not dying.problems
+
+
+def test_a_dead_rank_is_named_with_its_exit(dying):
+    assert dying.results["test_rank_1_exits_with_3"]["reason"] == "rank 1 died: exit code 3"
+    assert dying.results["test_rank_0_is_killed"]["reason"] == "rank 0 died: signal SIGKILL"
+
+
+def test_a_hung_rank_is_named_with_its_stack(dying):
+    r = dying.results["test_rank_1_hangs"]
+    assert r["reason"] == "rank 1 hung: not finished within the limit of 2 s"
+    assert "in test_rank_1_hangs" in r["text"], "the stack of the hung rank must be in the report"
+    assert r["by_rank"]["0"] == "passed"
+
+
+DEADLINE = (
+    PRELUDE
+    + '''
+def test_passes(world):
+    assert total(world, 1) == 2.0
+
+def test_never_ends(world):
+    if world.rank == 0:
+        time.sleep(1000)
+
+def test_never_runs(world):
+    pass
+'''
+)
+
+
+def test_the_deadline_ends_everything_and_names_what_did_not_finish(tmp_path):
+    run = run_file(tmp_path, DEADLINE, 2, "--deadline-s=9", "--group-timeout-s=100", limit_s=40)
+    assert run.returncode == 1
+    assert run.kinds() == {"test_passes": "PASS", "test_never_ends": "FAIL"}
+    assert "rank 0: in test_it.py::test_never_ends" in run.problems.replace(str(tmp_path) + "/", "")
+    assert "test_never_runs" in run.problems
+    assert "in test_never_ends" in (run.run_dir / "rank0.log").read_text(), "stacks must be in the rank's log"
+    pids = [e["pid"] for r in (0, 1) for e in Tail(run.run_dir / f"rank{r}.jsonl").read() if e["event"] == "start"]
+    assert len(pids) == 2
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_ranks_that_collect_different_tests_do_not_run(tmp_path):
+    source = PRELUDE + "\n@pytest.mark.parametrize('r', [os.environ['RANK']])\ndef test_it(world, r): pass\n"
+    run = run_file(tmp_path, source, 2)
+    assert run.returncode == 1
+    assert run.kinds() == {}
+    assert "collected other tests" in run.problems
+
+
+def test_under_plain_torchrun_all_ranks_agree_and_the_exit_code_tells(tmp_path):
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(
+        PRELUDE
+        + "\ndef test_good(world): assert total(world, 1) == 2.0"
+        + "\ndef test_bad(world): assert world.rank != 1, 'planted'\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pytest"]
+    command += ["-p", "conformance.plugin", "--subject=torch_native", f"--run-dir={tmp_path}/run", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    again = read_run(tmp_path / "run")
+    assert {r.nodeid: r.kind for r in again.results.values()} == {
+        "test_it.py::test_good": "PASS",
+        "test_it.py::test_bad": "FAIL",
+    }, done.stdout + done.stderr
+    assert "1 failed, 1 passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "args, says",
+    [
+        (("--subject", "no_such"), "--subject 'no_such'"),
+        (("--world-size", "0"), "--world-size 0"),
+        (("conformance/no_such.py",), "no such file or folder: conformance/no_such.py"),
+        (("--pdb",), "--pdb has no meaning over ranks"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_starts(tmp_path, args, says):
+    run = run_pytest(tmp_path / "run", "conformance", *args, limit_s=30)
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR, run.out + run.err
+    assert says in run.out + run.err
+    assert not run.report
+
+
+# ---------------------------------------------------------------------------------------------------- pure parts
+
+
+def outcome(kind: str, rank: int, order: int | None = None, takes_part: bool = True) -> dict:
+    fields = {"kind": kind, "line": f"{kind} of {rank}", "text": f"text of {rank}", "order": order, "rank": rank}
+    return {**fields, "takes_part": takes_part, "seconds": 1.0}
+
+
+def test_merge_blames_the_earliest_failure_and_not_the_lowest_rank():
+    came = {0: outcome("FAIL", 0, order=2), 1: outcome("FAIL", 1, order=1), 2: outcome("PASS", 2)}
+    result = merge("t", "", came, 3)
+    assert result.kind == "FAIL"
+    assert result.reason.startswith("rank 1 ")
+    assert "text of 1" in result.text
+
+
+def test_merge_fails_for_a_missing_rank():
+    result = merge("t", "", {0: outcome("PASS", 0)}, 2)
+    assert result.kind == "FAIL"
+    assert "[1]" in result.reason
+
+
+def test_merge_ignores_idle_ranks():
+    result = merge("t", "", {0: outcome("UNSUPPORTED", 0), 1: outcome("PASS", 1, takes_part=False)}, 2)
+    assert result.kind == "UNSUPPORTED"
+
+
+def test_merge_fails_when_some_skip():
+    assert merge("t", "", {0: outcome("UNSUPPORTED", 0), 1: outcome("PASS", 1)}, 2).kind == "FAIL"
+
+
+def test_tail_leaves_an_unfinished_line_for_later(tmp_path):
+    path = tmp_path / "log"
+    tail = Tail(path)
+    assert list(tail.read()) == []
+    path.write_text('{"a": 1}\n{"b"')
+    assert list(tail.read()) == [{"a": 1}]
+    with path.open("a") as f:
+        f.write(": 2}\n")
+    assert list(tail.read()) == [{"b": 2}]
+
+
+def test_words_of_the_report(tmp_path):
+    (tmp_path / "rank0.jsonl").write_text(json.dumps({"event": "start", "t": 1.0, "pid": 1}) + "\n")
+    run = read_run(tmp_path)
+    assert not run.ok(), "a run in which nothing passed is not sound"
+    assert "0 passed, 0 failed, 0 skipped in" in closing_line(run)
+    assert suite_of("conformance/test_sum.py::test_x[a/b.py::c]") == "test_sum"
+    assert describe_exit(-9) == "signal SIGKILL"
+    assert describe_exit(4) == "exit code 4"
+    assert frames_by_kind([{"table": "frames", "kind": "k", "dtype": "d", "n_words": 0, "raw_bytes": 0,
+                            "frame_bytes": 128, "escapes": 0}]) == []  # fmt: skip
