@@ -5,9 +5,16 @@
 // contraction, no flush to zero. Decoded words never reach device memory.
 #include "reader.cuh"
 
+constexpr u32 REDUCE_STAGES = 2;
 // Ranks whose codebooks and sums a thread block keeps in shared memory; of more, it goes to device memory each time.
 constexpr u32 KEPT_RANKS = 32;
 constexpr u32 SCALE_PREMUL = 1, SCALE_AVG = 2;  // 0: neither
+
+template <u32 ELEMENT_BYTES>
+struct ReduceShared : ReadShared<ELEMENT_BYTES, REDUCE_STAGES> {
+    u64 codebook[KEPT_RANKS];
+    u64 digest[KEPT_RANKS], escapes[KEPT_RANKS];  // of the last warps to leave, which take turns
+};
 
 __device__ __forceinline__ u32 rounded_pair(float a, float b) {
     u32 x = __float_as_uint(a), y = __float_as_uint(b);
@@ -17,154 +24,145 @@ __device__ __forceinline__ u32 rounded_pair(float a, float b) {
     return low | high;
 }
 
-// The ranks' terms of one tile after another: rank r of tile i is step i * ranks + r.
 template <u32 ELEMENT_BYTES>
-struct TermCursor {
-    u32 tile, rank;
-    Entries entries;
+__device__ __forceinline__ bool words_load_ahead(u64 words, u32 m) {
+    return words % 16 == 0 && m * ELEMENT_BYTES % 16 == 0;
+}
 
-    __device__ __forceinline__ void ask(const FrameJob* jobs, u32 tiles) {
-        if (tile < tiles && jobs[rank].frame) entries = read_entries(jobs[rank], tile);
-    }
-    __device__ __forceinline__ void advance(u32 ranks) {
-        if (++rank == ranks) rank = 0, tile += gridDim.x;
-    }
-    __device__ __forceinline__ static bool loads_ahead(u64 words, u32 m) {
-        return words % 16 == 0 && m * ELEMENT_BYTES % 16 == 0;
-    }
-    __device__ __forceinline__ void load(const FrameJob* jobs, u32 tiles, u8* stage, BlockPlan& plan, StageLoads loads,
-                                         bool elected) {
-        if (tile < tiles) {
-            const FrameJob& job = jobs[rank];
-            if (job.frame) {
-                load_block<ELEMENT_BYTES>(job, tile, entries, stage, plan, loads, elected);
-            } else {
-                const u32 m = block_words(job.n, tile);
-                const u64 words = job.words + u64(tile) * (BLOCK_WORDS * ELEMENT_BYTES);
-                if (loads_ahead(words, m)) {
-                    loads.expect(m * ELEMENT_BYTES, elected);
-                    loads.load(stage, (const void*)words, m * ELEMENT_BYTES, elected);
-                }
-            }
-        }
-        loads.commit();
+// A term of a tile: rank `rank`, tile `tile`; moves on by some terms, rank by rank.
+struct Term {
+    u32 tile, rank;
+    __device__ __forceinline__ Term after(u32 terms, u32 ranks) const {
+        Term next{tile, rank + terms};
+        while (next.rank >= ranks) next.rank -= ranks, next.tile += gridDim.x;
+        return next;
     }
 };
+
+// Load a term into a stage, and the window for the term that comes into it next.
+template <u32 ELEMENT_BYTES>
+__device__ __forceinline__ void load_term(ReduceShared<ELEMENT_BYTES>& shared, u32 s, const FrameJob* jobs, u32 ranks,
+                                          u32 tiles, Term term, bool from_window) {
+    if (term.tile >= tiles) return;
+    const FrameJob& job = jobs[term.rank];
+    const Term next = term.after(REDUCE_STAGES, ranks);
+    const u64 window = next.tile < tiles && jobs[next.rank].frame ? window_address(jobs[next.rank], next.tile) : 0;
+    if (job.frame) {
+        const Entries entries =
+            from_window ? window_entries(shared.window(s), job, term.tile) : read_entries(job, term.tile);
+        load_block<ELEMENT_BYTES>(shared, s, job, term.tile, entries, window);
+        return;
+    }
+    const u32 m = block_words(job.n, term.tile);
+    const u64 words = job.words + u64(term.tile) * (BLOCK_WORDS * ELEMENT_BYTES);
+    const u32 n_bytes = words_load_ahead<ELEMENT_BYTES>(words, m) ? m * ELEMENT_BYTES : 0;
+    begin_load(&shared.loaded[s], n_bytes + (window ? WINDOW_BYTES : 0));
+    load_piece(&shared.loaded[s], shared.stage[s], words, n_bytes);
+    if (window) load_piece(&shared.loaded[s], shared.window(s), window, WINDOW_BYTES);
+    end_load(&shared.loaded[s]);
+}
 
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32 scale, float factor,
                                              ReadScratch* scratch, Verdict* verdicts) {
     extern __shared__ __align__(128) u8 shared_bytes[];
-    auto& shared = *reinterpret_cast<ReadShared<ELEMENT_BYTES>*>(shared_bytes);
+    auto& shared = *reinterpret_cast<ReduceShared<ELEMENT_BYTES>*>(shared_bytes);
     typedef typename UnsignedOf<ELEMENT_BYTES>::type Element;
-    __shared__ u64 kept_codebook[KEPT_RANKS], kept_digest[KEPT_RANKS], kept_escapes[KEPT_RANKS];
 
-    const u32 t = threadIdx.x;
-    const bool elected = t == 0;
-    const bool loader = !ZIPCCL_BULK || elected;
+    const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of();
     const FrameJob* jobs = table.all();
     const u32 ranks = table.jobs, tiles = table.tiles;
     const u64 n = jobs[0].n;
-    const Weights<ELEMENT_BYTES> weights;
     if (t < KEPT_RANKS) {
-        kept_digest[t] = kept_escapes[t] = 0;
-        kept_codebook[t] = t < ranks && jobs[t].frame ? codebook_of_frame(jobs[t]) : 0;
+        shared.digest[t] = shared.escapes[t] = 0;
+        shared.codebook[t] = t < ranks && jobs[t].frame ? codebook_of_frame(jobs[t]) : 0;
     }
+    const Weights<ELEMENT_BYTES> weights(shared.weights);
+    shared.init();
+    if (warp < REDUCE_STAGES)
+        load_term<ELEMENT_BYTES>(shared, warp, jobs, ranks, tiles, Term{blockIdx.x, 0}.after(warp, ranks), false);
 
-    TermCursor<ELEMENT_BYTES> cursor{blockIdx.x, 0, {0, 0}};
-#pragma unroll
-    for (u32 s = 0; s < READ_STAGES; ++s) StageLoads{&shared.barriers[s]}.init(elected);
-    __syncthreads();
-    if (loader) {
-        cursor.ask(jobs, tiles);
-#pragma unroll
-        for (u32 s = 0; s < READ_STAGES; ++s) {
-            cursor.load(jobs, tiles, shared.stage[s], shared.plan[s], StageLoads{&shared.barriers[s]}, elected);
-            cursor.advance(ranks);
-            cursor.ask(jobs, tiles);
-        }
-    }
-    __syncthreads();
-
-    u32 stage = 0, phases = 0;
+    const u32 first = warp * WARP_WORDS;
+    u32 stage = 0, phases = 0, counted_phases = 0;
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const u32 m = block_words(n, tile);
         float acc[THREAD_WORDS];
+#pragma unroll 1
         for (u32 rank = 0; rank < ranks; ++rank) {
             const FrameJob& job = jobs[rank];
-            const u64 words = job.words + u64(tile) * (BLOCK_WORDS * ELEMENT_BYTES);
-            const bool ahead = job.frame || TermCursor<ELEMENT_BYTES>::loads_ahead(words, m);
-            StageLoads{&shared.barriers[stage]}.template wait<READ_STAGES - 1>(ahead, phases >> stage & 1);
-            phases ^= u32(ahead) << stage;
+            wait_barrier(&shared.loaded[stage], phases >> stage & 1);
+            phases ^= 1u << stage;
 
             const u8* elements = shared.elements;
-            u32 low = 0, low_seen = 0, block_escapes = 0;
             if (job.frame) {
-                low = shared.plan[stage].low;
-                block_escapes = rebuild_block<ELEMENT_BYTES>(shared, stage, tile, m, 
-                                                             Codes(rank < KEPT_RANKS ? kept_codebook[rank]
-                                                                                     : codebook_of_frame(job)),
-                                                             weights,
-                                                             scratch->of_job[rank], elected, low_seen);
+                const Codes codes(rank < KEPT_RANKS ? shared.codebook[rank] : codebook_of_frame(job));
+                rebuild_words<ELEMENT_BYTES>(shared, stage, tile, m, codes, counted_phases >> stage & 1,
+                                             scratch->of_job[rank]);
+                counted_phases ^= 1u << stage;
             } else {
                 elements = shared.stage[stage];
-                if (!ahead) {
-                    for (u32 i = t; i < m; i += THREADS)
+                const u64 words = job.words + u64(tile) * (BLOCK_WORDS * ELEMENT_BYTES);
+                if (!words_load_ahead<ELEMENT_BYTES>(words, m)) {
+#pragma unroll 1
+                    for (u32 i = first + lane; i < first + WARP_WORDS && i < m; i += 32)
                         ((Element*)shared.stage[stage])[i] = ((const Element*)words)[i];
-                    __syncthreads();
+                    __syncwarp();
                 }
             }
 
+            u64 sum = 0;
 #pragma unroll
             for (u32 slot = 0; slot < 4; ++slot)
 #pragma unroll
                 for (u32 q = 0; q < ELEMENT_BYTES / 2; ++q) {
                     const uint4 x = *(const uint4*)(elements + chunk_offset<ELEMENT_BYTES>(slot) + q * 16);
+                    sum += weighted(x, weights.of(slot, q));
                     const u32 raw[4] = {x.x, x.y, x.z, x.w};
+                    float term[16 / ELEMENT_BYTES];
 #pragma unroll
-                    for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i) {
-                        u32 bits = ELEMENT_BYTES == 4 ? raw[i % 4] : i & 1 ? raw[i / 2] & 0xffff0000u : raw[i / 2] << 16;
-                        float term = __uint_as_float(bits);
-                        if (scale == SCALE_PREMUL) term = __fmul_rn(term, factor);
-                        float& a = acc[slot * 8 + q * (16 / ELEMENT_BYTES) + i];
-                        a = rank ? __fadd_rn(a, term) : term;
+                    for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i)
+                        term[i] = __uint_as_float(ELEMENT_BYTES == 4 ? raw[i % 4]
+                                                  : i & 1            ? raw[i / 2] & 0xffff0000u
+                                                                     : raw[i / 2] << 16);
+                    if (scale == SCALE_PREMUL) {
+#pragma unroll
+                        for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i) term[i] = __fmul_rn(term[i], factor);
+                    }
+                    float* a = &acc[slot * 8 + q * (16 / ELEMENT_BYTES)];
+                    if (rank) {
+#pragma unroll
+                        for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i) a[i] = __fadd_rn(a[i], term[i]);
+                    } else {
+#pragma unroll
+                        for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i) a[i] = term[i];
                     }
                 }
+            sum = warp_sum_all(sum);
+            if (lane == 0) shared.sums[stage][warp] = sum;
 
-            if (ELEMENT_BYTES == 4) {
-                const bool any_low = __syncthreads_or(int(low_seen));
-                if (low && !any_low && t == 0) report_fault(scratch->of_job[rank], FAULT_CANONICAL, tile, 0);
-            } else {
-                __syncthreads();
-            }
-            if (loader) {
-                cursor.load(jobs, tiles, shared.stage[stage], shared.plan[stage], StageLoads{&shared.barriers[stage]},
-                            elected);
-                cursor.advance(ranks);
-                cursor.ask(jobs, tiles);
-            }
-            if (t == 32 && job.frame) {
-                u64 block_sum = 0;
-#pragma unroll
-                for (u32 w = 0; w < WARPS; ++w) block_sum += shared.warp_sums[w];
-                block_sum = mixed_block_sum(block_sum, tile);
-                if (rank < KEPT_RANKS) {  // this thread's alone
-                    kept_digest[rank] += block_sum;
-                    kept_escapes[rank] += block_escapes;
-                } else {
-                    atomicAdd(&scratch->of_job[rank].digest, block_sum);
-                    atomicAdd(&scratch->of_job[rank].escapes, u64(block_escapes));
+            if (last_to_leave(&shared.left[stage])) {
+                BlockResult result{0, 0};
+                if (job.frame) result = finish_block<ELEMENT_BYTES>(shared, stage, tile, m, scratch->of_job[rank]);
+                load_term<ELEMENT_BYTES>(shared, stage, jobs, ranks, tiles,
+                                         Term{tile, rank}.after(REDUCE_STAGES, ranks), true);
+                if (lane == 0 && job.frame) {
+                    if (rank < KEPT_RANKS) {
+                        shared.digest[rank] += result.mixed;
+                        shared.escapes[rank] += result.escapes;
+                    } else {
+                        atomicAdd(&scratch->of_job[rank].digest, result.mixed);
+                        atomicAdd(&scratch->of_job[rank].escapes, u64(result.escapes));
+                    }
                 }
             }
-            stage = stage + 1 == READ_STAGES ? 0 : stage + 1;
+            stage = stage + 1 == REDUCE_STAGES ? 0 : stage + 1;
         }
 
         if (scale == SCALE_AVG) {
 #pragma unroll
             for (u32 i = 0; i < THREAD_WORDS; ++i) acc[i] = __fdiv_rn(acc[i], factor);
         }
-        wait_stores_read(elected);
-        __syncthreads();
+        wait_stores_read();
 #pragma unroll
         for (u32 slot = 0; slot < 4; ++slot)
 #pragma unroll
@@ -183,23 +181,25 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32
                 *(uint4*)(shared.elements + chunk_offset<ELEMENT_BYTES>(slot) + q * 16) =
                     make_uint4(x[0], x[1], x[2], x[3]);
             }
-        publish_shared();
-        __syncthreads();
-        const u64 to = out + u64(tile) * (BLOCK_WORDS * ELEMENT_BYTES);
-        if (to % 16 == 0 && m * ELEMENT_BYTES % 16 == 0) {
-            store_tile((void*)to, shared.elements, m * ELEMENT_BYTES, elected);
+        publish_to_stores();
+        const u32 mine = m <= first ? 0 : m - first < WARP_WORDS ? m - first : WARP_WORDS;
+        const u8* from = shared.elements + first * ELEMENT_BYTES;
+        const u64 to = out + (u64(tile) * BLOCK_WORDS + first) * ELEMENT_BYTES;
+        if (to % 16 == 0 && mine * ELEMENT_BYTES % 16 == 0) {
+            store_piece(to, from, mine * ELEMENT_BYTES);
         } else {
-            for (u32 i = t; i < m; i += THREADS) ((Element*)to)[i] = ((const Element*)shared.elements)[i];
+#pragma unroll 1
+            for (u32 i = lane; i < mine; i += 32) ((Element*)to)[i] = ((const Element*)from)[i];
+            __syncwarp();
         }
-        commit_stores(elected);
+        commit_stores();
     }
-    wait_stores_read(elected);
-    if (t == 32)
-        for (u32 rank = 0; rank < ranks && rank < KEPT_RANKS; ++rank)
-            if (kept_digest[rank] || kept_escapes[rank]) {
-                atomicAdd(&scratch->of_job[rank].digest, kept_digest[rank]);
-                atomicAdd(&scratch->of_job[rank].escapes, kept_escapes[rank]);
-            }
+    wait_stores_read();
+    __syncthreads();
+    if (t < KEPT_RANKS && t < ranks && (shared.digest[t] || shared.escapes[t])) {
+        atomicAdd(&scratch->of_job[t].digest, shared.digest[t]);
+        atomicAdd(&scratch->of_job[t].escapes, shared.escapes[t]);
+    }
     finish_reading<ELEMENT_BYTES>(jobs, ranks, scratch, verdicts, &shared.last);
 }
 
@@ -213,4 +213,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_REDUCE_BLOCKS_4)
                                  ReadScratch* scratch, Verdict* verdicts) {
     reduce_tiles<4>(table, out, scale, factor, scratch, verdicts);
 }
-extern "C" __constant__ u32 decode_reduce_shared_bytes[2] = {sizeof(ReadShared<2>), sizeof(ReadShared<4>)};
+extern "C" __constant__ u32 decode_reduce_shared_bytes[2] = {sizeof(ReduceShared<2>), sizeof(ReduceShared<4>)};

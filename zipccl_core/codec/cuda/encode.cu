@@ -1,84 +1,82 @@
 // Encoding (FORMAT.md 2-6): encode_*_kernel writes all records, pack_*_kernel puts the dynamic parts in their places.
 //
-// encode: a persistent grid; a thread block takes every gridDim.x-th tile, loads the next ones while it computes, and
-// leaves, per tile, the record in the frame, the escapes in a slot of the scratch, and three numbers. No tile waits for
-// another. pack, launched behind it, sums the sizes before each tile, moves the few per cent that are dynamic, and
-// writes directories and headers. No atomics anywhere: no order can show.
+// encode: a persistent grid; a thread block takes every gridDim.x-th tile, and its warps an eighth each, without waiting
+// for each other. A warp leaves its part of the record in the frame, and its escapes in a slot of the scratch; the last
+// one of a tile leaves three numbers. pack, launched behind it, sums the sizes before each tile, moves the few per cent
+// that are dynamic, makes stored what must be, and writes directories and headers. No atomics on device memory, and no
+// tile waits for another: no order can show.
 #include "layout.cuh"
+#include "pipeline.cuh"
 #include "planes.cuh"
-#include "tile.cuh"
 
 constexpr u32 ENCODE_STAGES = 2;
 constexpr u32 PACK_THREADS = 512;
-constexpr u32 ESCAPES_FIELD = 0x3fff;  // of a tile's `flags`: escapes, then two flags
-constexpr u32 STORED_FLAG = 1u << 14;
-constexpr u32 LOW_FLAG = 1u << 15;
-static_assert(BLOCK_WORDS <= ESCAPES_FIELD, "escapes of a block");
-static_assert(ZIPCCL_SLOT_BYTES == SPILL_BYTES && SPILL_BYTES % 16 == 0, "a slot holds what a coded block may have");
+constexpr u32 WARP_WORDS = BLOCK_WORDS / WARPS;
+// Escapes of a warp that fit its slot; those of a warp with more are found again from the words.
+constexpr u32 SLOT_BYTES = ZIPCCL_SLOT_BYTES / WARPS;
+constexpr u32 COUNT_FIELD = 0x7fff;
+constexpr u32 LOW_FLAG = 0x8000;  // in the first count of a tile
+static_assert(SLOT_BYTES % 16 == 0 && SLOT_BYTES <= WARP_WORDS, "bulk stores of whole 16 bytes");
+
+// Escapes of the eight warps of a tile.
+struct alignas(16) TileCounts {
+    u16 of_warp[WARPS];
+};
 
 template <u32 ELEMENT_BYTES>
 struct EncodeShared {
     u8 tile[ENCODE_STAGES][BLOCK_WORDS * ELEMENT_BYTES];
-    u8 record[RECORD_BYTES];
-    u8 escapes[SPILL_BYTES];
-    u32 unlike[56];
-    u32 warp_escapes[WARPS];
-    u64 warp_sums[WARPS];
+    WeightTable<ELEMENT_BYTES> weights;
+    u8 sign_mantissa[WARPS][WARP_WORDS];
+    u8 escapes[WARPS][WARP_WORDS];
+    u32 unlike[WARPS][56];
+    u64 sums[ENCODE_STAGES][WARPS];
+    u32 counts[ENCODE_STAGES][WARPS];
+    u32 left[ENCODE_STAGES];
     u64 barriers[ENCODE_STAGES];
 };
 
-// Tiles of 16-byte aligned elements are loaded ahead; others element by element when their turn comes.
+// Tiles of 16-byte aligned elements are loaded ahead; of others, each warp loads its part when its turn comes.
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ bool loads_ahead(u64 source, u32 m) {
     return source % 16 == 0 && m * ELEMENT_BYTES % 16 == 0;
 }
 
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ u8 word_byte(const u8* tile, u32 i) {
-    return ELEMENT_BYTES == 2 ? tile[i] : tile[(i >> 1) * 4 + 2 + (i & 1)];
+__device__ __forceinline__ void load_tile(const FrameJob* jobs, u32 job, u32 tile, u32 tiles, u8* to, u64* barrier) {
+    if (tile >= tiles) return;
+    job = job_of_tile(jobs, job, tile);
+    const u64 block = tile - jobs[job].first_tile;
+    const u64 source = jobs[job].words + block * (BLOCK_WORDS * ELEMENT_BYTES);
+    const u32 n_bytes = block_words(jobs[job].n, block) * ELEMENT_BYTES;
+    if (!loads_ahead<ELEMENT_BYTES>(source, n_bytes / ELEMENT_BYTES)) return;
+    begin_load(barrier, n_bytes);
+    load_piece(barrier, to, source, n_bytes);
+    end_load(barrier);
 }
 
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void start_tile_load(const FrameJob* jobs, u32& job, u32 tile, u32 tiles, u8* to,
-                                                StageLoads loads, bool elected) {
-    if (tile < tiles) {
-        job = job_of_tile(jobs, job, tile);
-        u64 block = tile - jobs[job].first_tile;
-        u64 source = jobs[job].words + block * (BLOCK_WORDS * ELEMENT_BYTES);
-        u32 m = block_words(jobs[job].n, block);
-        if (loads_ahead<ELEMENT_BYTES>(source, m)) {
-            loads.expect(m * ELEMENT_BYTES, elected);
-            loads.load(to, (const void*)source, m * ELEMENT_BYTES, elected);
-        }
-    }
-    loads.commit();
-}
-
-template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void encode_tiles(const JobTable& table, u64* block_sums, u32* flags, u16* sizes,
+__device__ __forceinline__ void encode_tiles(const JobTable& table, u64* block_sums, TileCounts* counts, u16* sizes,
                                              u8* slots) {
     extern __shared__ __align__(128) u8 shared_bytes[];
     auto& shared = *reinterpret_cast<EncodeShared<ELEMENT_BYTES>*>(shared_bytes);
     typedef typename UnsignedOf<ELEMENT_BYTES>::type Element;
 
-    const u32 t = threadIdx.x, lane = t & 31, warp = t >> 5, rotation = slot_rotation();
-    const bool elected = t == 0;
+    const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of(), rotation = slot_rotation();
     const FrameJob* jobs = table.all();
     const u32 tiles = table.tiles;
-    const Weights<ELEMENT_BYTES> weights;
-
-    StageLoads loads[ENCODE_STAGES];
-    u32 load_job = 0;
-#pragma unroll
-    for (u32 s = 0; s < ENCODE_STAGES; ++s) {
-        loads[s].barrier = &shared.barriers[s];
-        loads[s].init(elected);
+    const Weights<ELEMENT_BYTES> weights(shared.weights);
+    if (t == 0) {
+        for (u32 s = 0; s < ENCODE_STAGES; ++s) {
+            init_barrier(&shared.barriers[s], LOAD_ARRIVALS);
+            shared.left[s] = 0;
+        }
+        publish_barriers();
     }
     __syncthreads();
-#pragma unroll
-    for (u32 s = 0; s < ENCODE_STAGES; ++s)
-        start_tile_load<ELEMENT_BYTES>(jobs, load_job, blockIdx.x + s * gridDim.x, tiles, shared.tile[s], loads[s],
-                                       elected);
+    if (warp < ENCODE_STAGES)
+        load_tile<ELEMENT_BYTES>(jobs, 0, blockIdx.x + warp * gridDim.x, tiles, shared.tile[warp],
+                                 &shared.barriers[warp]);
 
     u32 job = 0, coded_job = ~0u, stage = 0, phases = 0;
     Codes codes(0);
@@ -87,63 +85,70 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, u64* block_s
         const u64 block = tile - jobs[job].first_tile;
         const u32 m = block_words(jobs[job].n, block);
         const u64 source = jobs[job].words + block * (BLOCK_WORDS * ELEMENT_BYTES);
-        const u64 record = jobs[job].frame + records_begin(jobs[job].n) + block * RECORD_BYTES;
         u8* elements = shared.tile[stage];
 
-        if (job != coded_job) {  // uniform over the thread block
+        if (job != coded_job) {
             u64 exponents = jobs[job].codebook_address ? *(const volatile u64*)jobs[job].codebook_address
                                                        : jobs[job].codebook;
             codes = Codes(exponents & ((1ull << 56) - 1));
-            if (t < 56) shared.unlike[t] = (exponents >> t & 1) ? 0 : ~0u;
+            __syncwarp();
+            for (u32 i = lane; i < 56; i += 32) shared.unlike[warp][i] = (exponents >> i & 1) ? 0 : ~0u;
             coded_job = job;
-            __syncthreads();
+            __syncwarp();
         }
 
         const bool ahead = loads_ahead<ELEMENT_BYTES>(source, m);
-        StageLoads{&shared.barriers[stage]}.template wait<ENCODE_STAGES - 1>(ahead, phases >> stage & 1);
-        phases ^= u32(ahead) << stage;
+        if (ahead) {
+            wait_barrier(&shared.barriers[stage], phases >> stage & 1);
+            phases ^= 1u << stage;
+        }
         if (!ahead || m < BLOCK_WORDS) {
-            if (!ahead)
-                for (u32 i = t; i < m; i += THREADS) ((Element*)elements)[i] = ((const Element*)source)[i];
-            for (u32 i = m + t; i < BLOCK_WORDS; i += THREADS) ((Element*)elements)[i] = 0;
-            __syncthreads();
+            const u32 end = (warp + 1) * WARP_WORDS;
+#pragma unroll 1
+            for (u32 i = warp * WARP_WORDS + lane; i < end; i += 32) {
+                if (i >= m)
+                    ((Element*)elements)[i] = 0;
+                else if (!ahead)
+                    ((Element*)elements)[i] = ((const Element*)source)[i];
+            }
+            __syncwarp();
         }
 
-        // This thread's 32 words, from its elements; digest and low halves on the way.
-        u32 v[16], low = 0;
+        // This thread's 32 words, two chunks at a time; digest and low halves on the way.
+        u32 sign_mantissa[8], exponents[8], low = 0;
         u64 sum = 0;
 #pragma unroll
-        for (u32 slot = 0; slot < 4; ++slot) {
-            u32 chunk = (slot + rotation) & 3;
-            if (ELEMENT_BYTES == 2) {
-                uint4 x = *(const uint4*)(elements + t * 64 + chunk * 16);
-                v[slot * 4] = x.x, v[slot * 4 + 1] = x.y, v[slot * 4 + 2] = x.z, v[slot * 4 + 3] = x.w;
+        for (u32 pair = 0; pair < 2; ++pair) {
+            u32 v[2][4];
 #pragma unroll
-                for (u32 i = 0; i < 4; ++i) sum += u64(v[slot * 4 + i]) * weights.w[slot * 4 + i];
-            } else {
+            for (u32 odd = 0; odd < 2; ++odd) {
+                const u32 slot = pair * 2 + odd;
+                const u8* chunk = elements + chunk_offset<ELEMENT_BYTES>(slot);
+                if (ELEMENT_BYTES == 2) {
+                    const uint4 x = *(const uint4*)chunk;
+                    sum += weighted(x, weights.of(slot, 0));
+                    v[odd][0] = x.x, v[odd][1] = x.y, v[odd][2] = x.z, v[odd][3] = x.w;
+                } else {
 #pragma unroll
-                for (u32 half = 0; half < 2; ++half) {
-                    uint4 x = *(const uint4*)(elements + t * 128 + chunk * 32 + half * 16);
-                    const u32* w = &weights.w[(slot * 8 + half * 4) % (4 * Weights<ELEMENT_BYTES>::CHUNK)];
-                    sum += u64(x.x) * w[0];
-                    sum += u64(x.y) * w[1];
-                    sum += u64(x.z) * w[2];
-                    sum += u64(x.w) * w[3];
-                    low |= x.x | x.y | x.z | x.w;
-                    v[slot * 4 + half * 2] = bytes_of(x.x, x.y, 0x7632);
-                    v[slot * 4 + half * 2 + 1] = bytes_of(x.z, x.w, 0x7632);
+                    for (u32 half = 0; half < 2; ++half) {
+                        const uint4 x = *(const uint4*)(chunk + half * 16);
+                        sum += weighted(x, weights.of(slot, half % (ELEMENT_BYTES / 2)));
+                        low |= x.x | x.y | x.z | x.w;
+                        v[odd][half * 2] = bytes_of(x.x, x.y, 0x7632);
+                        v[odd][half * 2 + 1] = bytes_of(x.z, x.w, 0x7632);
+                    }
                 }
+                sign_mantissa[slot * 2] = sign_mantissa_of(v[odd][0], v[odd][1]);
+                sign_mantissa[slot * 2 + 1] = sign_mantissa_of(v[odd][2], v[odd][3]);
             }
+            merge_exponents(v[0], v[1], &exponents[pair * 4]);
         }
-
-        u32 sign_mantissa[8], plane[8], code[3];
-#pragma unroll
-        for (u32 q = 0; q < 8; ++q) sign_mantissa[q] = sign_mantissa_of(v[q * 2], v[q * 2 + 1]);
-        exponent_planes(v, plane);
+        u32 plane[8], code[3];
+        exponent_planes(exponents, plane);
         if (codes.contiguous)
             code_planes_of_run(plane, (codes.low >> 8) - 1, code);
         else
-            code_planes_of_set(plane, shared.unlike, code);
+            code_planes_of_set(plane, shared.unlike[warp], code);
         const u32 valid = valid_words(m);
 #pragma unroll
         for (u32 p = 0; p < 3; ++p) {
@@ -154,96 +159,80 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, u64* block_s
 
         const u32 count = __popc(escaped);
         const u32 inclusive = warp_inclusive_sum(count);
+        const u32 total = __shfl_sync(~0u, inclusive, 31);
+        u32 position = inclusive - count;
         sum = warp_sum_all(sum);
-        if (lane == 31) shared.warp_escapes[warp] = inclusive, shared.warp_sums[warp] = sum;
-        wait_stores_read(elected);
-        bool any_low = false;
-        if (ELEMENT_BYTES == 4)
-            any_low = __syncthreads_or(int(low & 0xffff));
-        else
-            __syncthreads();
-
-        u32 total = 0, position = inclusive - count;
-#pragma unroll
-        for (u32 w = 0; w < WARPS; ++w) {
-            if (w == warp) position += total;
-            total += shared.warp_escapes[w];
-        }
-        const u32 spill = spill_bytes(m);
-        const bool stored = total > spill;
-        if (t == 32) {
-            u64 block_sum = 0;
-#pragma unroll
-            for (u32 w = 0; w < WARPS; ++w) block_sum += shared.warp_sums[w];
-            block_sums[tile] = mixed_block_sum(block_sum, block);
-            flags[tile] = total | (stored ? STORED_FLAG : 0) | (any_low ? LOW_FLAG : 0);
-            sizes[tile] = u16((stored ? spill : total) + (any_low ? 2 * m : 0));
+        if (ELEMENT_BYTES == 4) low = __any_sync(~0u, low & 0xffff) ? LOW_FLAG : 0;
+        if (lane == 0) {
+            shared.sums[stage][warp] = sum;
+            shared.counts[stage][warp] = total | low;
         }
 
-        if (!stored || m < BLOCK_WORDS) {
+        wait_stores_read();
 #pragma unroll
-            for (u32 slot = 0; slot < 4; ++slot)
-                *(uint2*)(shared.record + t * 32 + ((slot + rotation) & 3) * 8) =
-                    make_uint2(sign_mantissa[slot * 2], sign_mantissa[slot * 2 + 1]);
-#pragma unroll
-            for (u32 p = 0; p < 3; ++p) *(u32*)(shared.record + BLOCK_WORDS + p * PLANE_BYTES + t * 4) = code[p];
+        for (u32 slot = 0; slot < 4; ++slot)
+            *(uint2*)(&shared.sign_mantissa[warp][lane * 32 + ((slot + rotation) & 3) * 8]) =
+                make_uint2(sign_mantissa[slot * 2], sign_mantissa[slot * 2 + 1]);
+        const u8* first = elements + t * (THREAD_WORDS * ELEMENT_BYTES) + (ELEMENT_BYTES - 2);
+        while (escaped) {
+            const u32 i = __ffs(escaped) - 1;
+            escaped &= escaped - 1;
+            shared.escapes[warp][position++] = u8(*(const u16*)(first + i * ELEMENT_BYTES) >> 7);
         }
-        if (!stored) {
-            const u32 first = t * THREAD_WORDS;
-            while (escaped) {
-                u32 i = first + __ffs(escaped) - 1;
-                escaped &= escaped - 1;
-                u32 word = ELEMENT_BYTES == 2 ? ((const u16*)elements)[i] : ((const u16*)elements)[2 * i + 1];
-                shared.escapes[position++] = u8(word >> 7);
-            }
-        } else if (m == BLOCK_WORDS) {
-            for (u32 i = t * 4; i < RECORD_BYTES; i += THREADS * 4) {
-                u32 x;
-                if (ELEMENT_BYTES == 2)
-                    x = *(const u32*)(elements + i);
-                else
-                    x = bytes_of(*(const u32*)(elements + i * 2), *(const u32*)(elements + i * 2 + 4), 0x7632);
-                *(u32*)(shared.record + i) = x;
-            }
-        }
-        publish_shared();
-        __syncthreads();
-
+        publish_to_stores();
+        const u64 record = jobs[job].frame + records_begin(jobs[job].n) + block * RECORD_BYTES;
         if (m == BLOCK_WORDS) {
-            store_tile((void*)record, shared.record, RECORD_BYTES, elected);
+            store_piece(record + warp * WARP_WORDS, shared.sign_mantissa[warp], WARP_WORDS);
+#pragma unroll
+            for (u32 p = 0; p < 3; ++p) *(u32*)(record + BLOCK_WORDS + p * PLANE_BYTES + t * 4) = code[p];
         } else {  // the planes of a short block lie closer together; byte by byte, once a frame
-            u32 used = record_bytes(m), plane_bytes = (m + 7) / 8;
-            for (u32 i = t; i < align128(used); i += THREADS) {
-                u8 x = 0;
-                if (stored)
-                    x = i < used && i < 2 * m ? word_byte<ELEMENT_BYTES>(elements, i) : 0;
-                else if (i < m)
-                    x = shared.record[i];
-                else if (i < used)
-                    x = shared.record[BLOCK_WORDS + (i - m) / plane_bytes * PLANE_BYTES + (i - m) % plane_bytes];
-                ((u8*)record)[i] = x;
-            }
-            __syncthreads();
+            const u32 used = record_bytes(m), plane_bytes = (m + 7) / 8;
+            u8* bytes = (u8*)record;
+#pragma unroll 1
+            for (u32 i = lane; i < WARP_WORDS; i += 32)
+                if (warp * WARP_WORDS + i < m) bytes[warp * WARP_WORDS + i] = shared.sign_mantissa[warp][i];
+#pragma unroll
+            for (u32 p = 0; p < 3; ++p)
+#pragma unroll
+                for (u32 k = 0; k < 4; ++k)
+                    if (t * 4 + k < plane_bytes) bytes[m + p * plane_bytes + t * 4 + k] = u8(code[p] >> (8 * k));
+#pragma unroll 1
+            for (u32 i = used + t; i < align128(used); i += THREADS) bytes[i] = 0;
         }
-        if (!stored)
-            store_tile(slots + u64(tile) * SPILL_BYTES, shared.escapes, (total + 15) & ~15u, elected);
-        commit_stores(elected);
-        start_tile_load<ELEMENT_BYTES>(jobs, load_job, tile + ENCODE_STAGES * gridDim.x, tiles, elements,
-                                       StageLoads{&shared.barriers[stage]}, elected);
+        if (total <= SLOT_BYTES)
+            store_piece((u64)slots + u64(tile) * ZIPCCL_SLOT_BYTES + warp * SLOT_BYTES, shared.escapes[warp],
+                        (total + 15) & ~15u);
+        commit_stores();
+
+        if (last_to_leave(&shared.left[stage])) {
+            load_tile<ELEMENT_BYTES>(jobs, job, tile + ENCODE_STAGES * gridDim.x, tiles, elements,
+                                     &shared.barriers[stage]);
+            const u32 of_warp = shared.counts[stage][lane % WARPS];
+            const u64 block_sum = warp_sum_all(lane < WARPS ? shared.sums[stage][lane] : 0);
+            const bool any_low = ELEMENT_BYTES == 4 && __any_sync(~0u, of_warp & LOW_FLAG);
+            const u32 all = __reduce_add_sync(~0u, lane < WARPS ? of_warp & COUNT_FIELD : 0);
+            const u32 spill = spill_bytes(m);
+            if (lane < WARPS) counts[tile].of_warp[lane] = u16((of_warp & COUNT_FIELD) | (any_low ? LOW_FLAG : 0));
+            if (lane == 0) {
+                block_sums[tile] = mixed_block_sum(block_sum, block);
+                sizes[tile] = u16((all > spill ? spill : all) + (any_low ? 2 * m : 0));
+            }
+        }
         stage = stage + 1 == ENCODE_STAGES ? 0 : stage + 1;
     }
-    wait_stores_read(elected);
+    wait_stores_read();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_ENCODE_BLOCKS_2)
-    encode_bfloat16_kernel(const __grid_constant__ JobTable table, u64* block_sums, u32* flags, u16* sizes, u8* slots) {
-    encode_tiles<2>(table, block_sums, flags, sizes, slots);
+    encode_bfloat16_kernel(const __grid_constant__ JobTable table, u64* block_sums, TileCounts* counts, u16* sizes,
+                           u8* slots) {
+    encode_tiles<2>(table, block_sums, counts, sizes, slots);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_ENCODE_BLOCKS_4)
-    encode_float32_kernel(const __grid_constant__ JobTable table, u64* block_sums, u32* flags, u16* sizes, u8* slots) {
-    encode_tiles<4>(table, block_sums, flags, sizes, slots);
+    encode_float32_kernel(const __grid_constant__ JobTable table, u64* block_sums, TileCounts* counts, u16* sizes,
+                          u8* slots) {
+    encode_tiles<4>(table, block_sums, counts, sizes, slots);
 }
-
 extern "C" __constant__ u32 encode_shared_bytes[2] = {sizeof(EncodeShared<2>), sizeof(EncodeShared<4>)};
 
 // --- pack -------------------------------------------------------------------------------------------------------------
@@ -254,13 +243,19 @@ struct PackShared {
     u64 header[16];
 };
 
+__device__ __forceinline__ u32 escapes_of(const TileCounts& counts) {
+    u32 sum = 0;
+#pragma unroll
+    for (u32 w = 0; w < WARPS; ++w) sum += counts.of_warp[w] & COUNT_FIELD;
+    return sum;
+}
+
 __device__ __forceinline__ u64 block_sum_all(u64 x, PackShared& shared) {
-    x = warp_sum(x);
+    x = warp_sum_all(x);
     __syncthreads();
-    if ((threadIdx.x & 31) == 0) shared.warp_sums[threadIdx.x >> 5] = x;
+    if (lane_of() == 0) shared.warp_sums[warp_of()] = x;
     __syncthreads();
-    const u32 lane = threadIdx.x & 31;
-    return warp_sum_all(lane < PACK_THREADS / 32 ? shared.warp_sums[lane] : 0);
+    return warp_sum_all(lane_of() < PACK_THREADS / 32 ? shared.warp_sums[lane_of()] : 0);
 }
 
 // Sum of sizes[first .. end), by all threads.
@@ -272,7 +267,7 @@ __device__ __forceinline__ u64 sum_sizes(const u16* sizes, u64 first, u64 end, P
     } else {
         if (threadIdx.x < aligned_first - first) sum += sizes[first + threadIdx.x];
         if (threadIdx.x < end - aligned_end) sum += sizes[aligned_end + threadIdx.x];
-        u32 part = 0;  // of at most 2^13 vectors a thread between two carries
+        u32 part = 0;
         for (u64 i = aligned_first + threadIdx.x * 8; i < aligned_end; i += PACK_THREADS * 8) {
             uint4 x = *(const uint4*)(sizes + i);
             part += (x.x & 0xffff) + (x.x >> 16) + (x.y & 0xffff) + (x.y >> 16) + (x.z & 0xffff) + (x.z >> 16) +
@@ -287,7 +282,7 @@ __device__ __forceinline__ u64 sum_sizes(const u16* sizes, u64 first, u64 end, P
 // A warp copies n_bytes to `to`, at any alignment, 4 bytes a lane; word(s) gives the 4 bytes from byte s on, byte(s) one.
 template <class Word, class Byte>
 __device__ __forceinline__ void copy_bytes(u8* to, u32 n_bytes, Word word, Byte byte) {
-    const u32 lane = threadIdx.x & 31;
+    const u32 lane = lane_of();
     u32 head = u32(-(long long)(u64)to) & 3;
     if (head > n_bytes) head = n_bytes;
     const u32 whole = (n_bytes - head) / 4, tail = head + whole * 4;
@@ -313,28 +308,90 @@ __device__ __forceinline__ u32 load_halves(const u32* elements, u32 s, u32 half)
     return s & 1 ? __funnelshift_r(pair, half ? e[2] >> 16 : e[2], 8) : pair;
 }
 
+// Bytes begin .. end of the words of a block, each word's low byte first.
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, u32 flag, const u8* slot, u8* to) {
-    const u32 m = block_words(job.n, block);
-    const u8* source = (const u8*)job.words + block * (BLOCK_WORDS * ELEMENT_BYTES);
-    if (flag & STORED_FLAG) {
-        const u32 held = 2 * m - spill_bytes(m);
-        if (ELEMENT_BYTES == 2) {
-            copy_bytes(
-                to, spill_bytes(m), [=](u32 s) { return load_unaligned(source + held + s); },
-                [=](u32 s) { return source[held + s]; });
-        } else {
-            copy_bytes(
-                to, spill_bytes(m), [=](u32 s) { return load_halves((const u32*)source, held + s, 1); },
-                [=](u32 s) { return word_byte<ELEMENT_BYTES>(source, held + s); });
-        }
-        to += spill_bytes(m);
-    } else {
+__device__ __forceinline__ void copy_words(u8* to, const u8* source, u32 begin, u32 end) {
+    if (ELEMENT_BYTES == 2)
         copy_bytes(
-            to, flag & ESCAPES_FIELD, [=](u32 s) { return load_unaligned(slot + s); }, [=](u32 s) { return slot[s]; });
-        to += flag & ESCAPES_FIELD;
+            to, end - begin, [=](u32 s) { return load_unaligned(source + begin + s); },
+            [=](u32 s) { return source[begin + s]; });
+    else
+        copy_bytes(
+            to, end - begin, [=](u32 s) { return load_halves((const u32*)source, begin + s, 1); },
+            [=](u32 s) { return source[((begin + s) >> 1) * 4 + 2 + ((begin + s) & 1)]; });
+}
+
+// The escapes of one warp's words again, for a slot that could not hold them.
+template <u32 ELEMENT_BYTES>
+__device__ __forceinline__ void find_escapes(const u8* source, u32 m, u32 warp, const Codes& codes, u8* to) {
+    const u32 lane = lane_of();
+#pragma unroll 1
+    for (u32 i = warp * WARP_WORDS + lane; i < (warp + 1) * WARP_WORDS; i += 32) {
+        u32 exponent = 0;
+        if (i < m)
+            exponent = ELEMENT_BYTES == 2 ? ((const u16*)source)[i] >> 7 & 0xff : ((const u32*)source)[i] >> 23 & 0xff;
+        const bool escape = i < m && !codes.holds(exponent);
+        const u32 all = __ballot_sync(~0u, escape);
+        if (escape) to[__popc(all & ((1u << lane) - 1))] = u8(exponent);
+        to += __popc(all);
     }
-    if (ELEMENT_BYTES == 4 && (flag & LOW_FLAG))
+}
+
+__device__ __forceinline__ u64 codebook_of(const FrameJob& job) {
+    u64 exponents = job.codebook_address ? *(const volatile u64*)job.codebook_address : job.codebook;
+    return exponents & ((1ull << 56) - 1);
+}
+
+template <u32 ELEMENT_BYTES>
+__device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, const TileCounts& counts, const u8* slots,
+                                          u8* to) {
+    const u32 lane = lane_of(), m = block_words(job.n, block), spill = spill_bytes(m);
+    const u8* source = (const u8*)job.words + block * (BLOCK_WORDS * ELEMENT_BYTES);
+    const u32 of_warp = counts.of_warp[lane % WARPS], count = of_warp & COUNT_FIELD;
+    const u32 through = warp_inclusive_sum(lane < WARPS ? count : 0);
+    const u32 total = __shfl_sync(~0u, through, WARPS - 1);
+    if (total > spill) {  // stored: over what encode wrote
+        u8* record = (u8*)job.frame + records_begin(job.n) + block * RECORD_BYTES;
+        const u32 used = record_bytes(m), held = 2 * m < used ? 2 * m : used;
+        copy_words<ELEMENT_BYTES>(record, source, 0, held);
+        for (u32 i = held + lane; i < align128(used); i += 32) record[i] = 0;
+        copy_words<ELEMENT_BYTES>(to, source, held, 2 * m);
+        to += spill;
+    } else {  // four lanes a slot
+        const u32 warp = lane / 4;
+        const u32 mine = __shfl_sync(~0u, count, warp);
+        const u32 place = __shfl_sync(~0u, through, warp) - mine;
+        const u8* from = slots + warp * SLOT_BYTES;
+        if (mine <= SLOT_BYTES) {
+            u32 i = lane % 4;
+#pragma unroll 1
+            for (; i + 28 < mine; i += 32) {
+                u8 x[8];
+#pragma unroll
+                for (u32 k = 0; k < 8; ++k) x[k] = from[i + 4 * k];
+#pragma unroll
+                for (u32 k = 0; k < 8; ++k) to[place + i + 4 * k] = x[k];
+            }
+            u8 x[8];
+#pragma unroll
+            for (u32 k = 0; k < 8; ++k)
+                if (i + 4 * k < mine) x[k] = from[i + 4 * k];
+#pragma unroll
+            for (u32 k = 0; k < 8; ++k)
+                if (i + 4 * k < mine) to[place + i + 4 * k] = x[k];
+        }
+        if (__any_sync(~0u, mine > SLOT_BYTES)) {
+            const Codes codes(codebook_of(job));
+#pragma unroll 1
+            for (u32 w = 0; w < WARPS; ++w) {
+                u32 its = __shfl_sync(~0u, count, w);
+                u32 its_place = __shfl_sync(~0u, through, w) - its;
+                if (its > SLOT_BYTES) find_escapes<ELEMENT_BYTES>(source, m, w, codes, to + its_place);
+            }
+        }
+        to += total;
+    }
+    if (ELEMENT_BYTES == 4 && (of_warp & LOW_FLAG))
         copy_bytes(
             to, 2 * m, [=](u32 s) { return load_halves((const u32*)source, s, 0); },
             [=](u32 s) { return source[(s >> 1) * 4 + (s & 1)]; });
@@ -342,13 +399,13 @@ __device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, u32 fl
 
 // The header, and the padding of the directory, of one frame; by a thread block of its own.
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void finish_frame(const FrameJob& job, const u64* block_sums, const u32* flags,
+__device__ __forceinline__ void finish_frame(const FrameJob& job, const u64* block_sums, const TileCounts* counts,
                                              const u16* sizes, PackShared& shared) {
     const u32 t = threadIdx.x;
     u64 digest = 0, escapes = 0;
     for (u64 i = t; i < job.tiles; i += PACK_THREADS) {
         digest += block_sums[job.first_tile + i];
-        escapes += flags[job.first_tile + i] & ESCAPES_FIELD;
+        escapes += escapes_of(counts[job.first_tile + i]);
     }
     digest = block_sum_all(digest, shared) + mix64(4 * job.n + dtype_of(ELEMENT_BYTES));
     escapes = block_sum_all(escapes, shared);
@@ -357,7 +414,6 @@ __device__ __forceinline__ void finish_frame(const FrameJob& job, const u64* blo
     for (u64 i = job.tiles + t; i < align128(ENTRY_BYTES * u64(job.tiles)) / ENTRY_BYTES; i += PACK_THREADS)
         entries[i] = 0;
     if (t == 0) {
-        u64 exponents = job.codebook_address ? *(const u64*)job.codebook_address : job.codebook;
         u64* h = shared.header;
         h[0] = u64(ZIPCCL_MAGIC) | u64(ZIPCCL_FORMAT_VERSION) << 32 | u64(dtype_of(ELEMENT_BYTES)) << 48 |
                u64(ZIPCCL_SCHEME_FAST) << 56;
@@ -367,7 +423,7 @@ __device__ __forceinline__ void finish_frame(const FrameJob& job, const u64* blo
         h[4] = escapes;
         h[5] = BLOCK_WORDS;
         h[6] = h[7] = 0;
-        h[8] = exponents & ((1ull << 56) - 1);
+        h[8] = codebook_of(job);
         for (u32 i = 9; i < 15; ++i) h[i] = 0;
         h[15] = header_check(h);
     }
@@ -376,15 +432,15 @@ __device__ __forceinline__ void finish_frame(const FrameJob& job, const u64* blo
 }
 
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void pack_tiles(const JobTable& table, const u64* block_sums, const u32* flags,
+__device__ __forceinline__ void pack_tiles(const JobTable& table, const u64* block_sums, const TileCounts* counts,
                                            const u16* sizes, const u8* slots, u32 packers) {
     __shared__ PackShared shared;
     const FrameJob* jobs = table.all();
     if (blockIdx.x >= packers) {
-        finish_frame<ELEMENT_BYTES>(jobs[blockIdx.x - packers], block_sums, flags, sizes, shared);
+        finish_frame<ELEMENT_BYTES>(jobs[blockIdx.x - packers], block_sums, counts, sizes, shared);
         return;
     }
-    const u32 t = threadIdx.x, lane = t & 31, warp = t >> 5;
+    const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of();
     const u64 per_block = (u64(table.tiles) + packers - 1) / packers;
     u64 begin = per_block * blockIdx.x, end = begin + per_block;
     if (end > table.tiles) end = table.tiles;
@@ -393,8 +449,10 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, const u64* blo
     bool fresh = true;
     while (begin < end) {
         u32 next_job = job_of_tile(jobs, job, u32(begin));
-        if (fresh) before = sum_sizes(sizes, jobs[next_job].first_tile, begin, shared);
-        else if (next_job != job) before = 0;
+        if (fresh)
+            before = sum_sizes(sizes, jobs[next_job].first_tile, begin, shared);
+        else if (next_job != job)
+            before = 0;
         fresh = false;
         job = next_job;
         const FrameJob& frame = jobs[job];
@@ -413,31 +471,34 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, const u64* blo
         u32 warp_total = lane < PACK_THREADS / 32 ? u32(shared.warp_sums[lane]) : 0;
         u32 warp_before = __shfl_sync(~0u, warp_inclusive_sum(warp_total) - warp_total, warp);
         u32 total = __reduce_add_sync(~0u, warp_total);
-        shared.offsets[t] = warp_before + inclusive - size;
+        u32 offset = warp_before + inclusive - size;
+        shared.offsets[t] = offset;
         if (t < count) {
-            u32 flag = flags[begin + t];
-            u64 entry = (before + warp_before + inclusive - size) | (flag & STORED_FLAG ? STORED_BIT : 0) |
-                        (flag & LOW_FLAG ? LOW_HALVES_BIT : 0);
-            ((u64*)(frame.frame + HEADER_BYTES))[begin + t - frame.first_tile] = entry;
+            const u64 block = begin + t - frame.first_tile;
+            const TileCounts of_tile = counts[begin + t];
+            u64 entry = before + offset;
+            if (escapes_of(of_tile) > spill_bytes(block_words(frame.n, block))) entry |= STORED_BIT;
+            if (of_tile.of_warp[0] & LOW_FLAG) entry |= LOW_HALVES_BIT;
+            ((u64*)(frame.frame + HEADER_BYTES))[block] = entry;
         }
         __syncthreads();
         u8* dynamic = (u8*)frame.frame + static_bytes(frame.n) + before;
 #pragma unroll 1
         for (u32 i = warp; i < count; i += PACK_THREADS / 32)
-            pack_tile<ELEMENT_BYTES>(frame, begin + i - frame.first_tile, flags[begin + i],
-                                     slots + (begin + i) * SPILL_BYTES, dynamic + shared.offsets[i]);
+            pack_tile<ELEMENT_BYTES>(frame, begin + i - frame.first_tile, counts[begin + i],
+                                     slots + (begin + i) * ZIPCCL_SLOT_BYTES, dynamic + shared.offsets[i]);
         before += total;
         begin = chunk_end;
     }
 }
 
 extern "C" __global__ void __launch_bounds__(PACK_THREADS, 2)
-    pack_bfloat16_kernel(const __grid_constant__ JobTable table, const u64* block_sums, const u32* flags,
+    pack_bfloat16_kernel(const __grid_constant__ JobTable table, const u64* block_sums, const TileCounts* counts,
                          const u16* sizes, const u8* slots, u32 packers) {
-    pack_tiles<2>(table, block_sums, flags, sizes, slots, packers);
+    pack_tiles<2>(table, block_sums, counts, sizes, slots, packers);
 }
-extern "C" __global__ void __launch_bounds__(PACK_THREADS, 2)
-    pack_float32_kernel(const __grid_constant__ JobTable table, const u64* block_sums, const u32* flags,
+extern "C" __global__ void __launch_bounds__(PACK_THREADS, 1)
+    pack_float32_kernel(const __grid_constant__ JobTable table, const u64* block_sums, const TileCounts* counts,
                         const u16* sizes, const u8* slots, u32 packers) {
-    pack_tiles<4>(table, block_sums, flags, sizes, slots, packers);
+    pack_tiles<4>(table, block_sums, counts, sizes, slots, packers);
 }

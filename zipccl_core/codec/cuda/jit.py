@@ -76,7 +76,7 @@ INLINE_JOBS = 16
 VERDICT_BYTES = 192
 COUNTERS_BYTES = 1088
 STATISTICS_BYTES = 2112
-SLOT_BYTES = spill_bytes(BLOCK_WORDS)
+SLOT_BYTES = BLOCK_WORDS // 2  # of a tile's escapes in scratch; pack finds again what had no room
 MAX_TILES = 1 << 31
 
 
@@ -358,7 +358,7 @@ class _Device:
 
     def __init__(self, index: int) -> None:
         driver = _driver()
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         device = driver.Device(index)
         self.index = index
         self.context = device.retain_primary_context()
@@ -376,6 +376,7 @@ class _Device:
         with self.pushed():
             # flag 1: non-blocking, or every kernel would wait for torch's default stream
             self.streams = [driver.Stream(1) for _ in range(STREAMS_A_DEVICE)]
+        self.external = [torch.cuda.ExternalStream(int(s.handle), device=index) for s in self.streams]  # type: ignore[no-untyped-call]
         self.by_handle = {int(stream.handle): stream for stream in self.streams}
 
     @contextlib.contextmanager
@@ -414,7 +415,7 @@ class _Device:
                 function = module.get_function(kernel)
                 function.set_attribute(_driver().function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
                 function.prepare(list(signature))
-                # 1 KiB of shared memory a thread block is the system's
+                # 1 KiB of shared memory a thread block is the system's; 4 more are static
                 blocks = min(RESIDENT_BLOCKS[stem][element_bytes], self.shared_bytes // (shared + 1024))
                 self.functions[key] = (function, shared, max(1, blocks) * self.multiprocessors)
             return self.functions[key]
@@ -464,39 +465,39 @@ class Launch:
 
     def __init__(self, tensor: Tensor) -> None:
         self.device = device_of(tensor)
-        self._guard = torch.cuda.device(self.device.index)
+        self._guard = torch.cuda.device(self.device.index) if torch.cuda.current_device() != self.device.index else None
 
     def __enter__(self) -> Launch:
-        self._guard.__enter__()
-        self._caller = torch.cuda.current_stream(self.device.index)
-        handle = self._caller.cuda_stream
+        if self._guard is not None:
+            self._guard.__enter__()  # type: ignore[no-untyped-call]
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
         self._ours: torch.cuda.ExternalStream | None = None
-        if handle == 0:
-            self.stream, self.key = None, 0
-        else:
+        self.stream, self.key = None, 0
+        if handle:
             self.stream = self.device.by_handle.get(handle)
             if self.stream is None:
-                self.stream = self.device.streams[(handle >> 4) % STREAMS_A_DEVICE]
-                self._ours = torch.cuda.ExternalStream(int(self.stream.handle), device=self.device.index)
+                chosen = (handle >> 4) % STREAMS_A_DEVICE
+                self.stream, self._ours = self.device.streams[chosen], self.device.external[chosen]
+                self._caller = torch.cuda.current_stream(self.device.index)
             self.key = int(self.stream.handle)
-        self._pushed = self.device.pushed()
         return self
 
     def begin(self) -> None:
         """After memory has been allocated and filled on the caller's stream, before the first launch."""
         if self._ours is not None:
             self._ours.wait_stream(self._caller)
-        self._pushed.__enter__()
+        self.device.context.push()  # per launch: the stack is the thread's, and no thread may end with one on it
         self._begun = True
 
     _begun = False
 
     def __exit__(self, *error: object) -> None:
         if self._begun:
-            self._pushed.__exit__(None, None, None)
+            _driver().Context.pop()
             if self._ours is not None:
                 self._caller.wait_stream(self._ours)
-        self._guard.__exit__(*error)
+        if self._guard is not None:
+            self._guard.__exit__(*error)  # type: ignore[no-untyped-call]
 
 
 def pool_streams(device: torch.device | int) -> list[torch.cuda.ExternalStream]:
@@ -505,8 +506,7 @@ def pool_streams(device: torch.device | int) -> list[torch.cuda.ExternalStream]:
     Non-blocking with respect to the default stream; call record_stream on what crosses.
     """
     index = device if isinstance(device, int) else device.index or 0
-    found = device_of(torch.empty(0, device=f"cuda:{index}"))
-    return [torch.cuda.ExternalStream(int(s.handle), device=index) for s in found.streams]
+    return list(device_of(torch.empty(0, device=f"cuda:{index}")).external)
 
 
 # --- Job tables -------------------------------------------------------------------------------------------------------

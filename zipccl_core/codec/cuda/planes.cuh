@@ -10,6 +10,12 @@
 // Conflict-free for 16-byte accesses 64 bytes apart and for 8-byte accesses 32 bytes apart.
 __device__ __forceinline__ u32 slot_rotation() { return ((threadIdx.x >> 1) ^ (threadIdx.x >> 3)) & 3; }
 
+// Where slot `slot` of this thread's elements begins in a tile in shared memory.
+template <u32 ELEMENT_BYTES>
+__device__ __forceinline__ u32 chunk_offset(u32 slot) {
+    return threadIdx.x * (THREAD_WORDS * ELEMENT_BYTES) + ((slot + slot_rotation()) & 3) * (8 * ELEMENT_BYTES);
+}
+
 // Bits of a where mask is 1, of b where it is 0: one LOP3.
 __device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
 __device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 selector) {
@@ -31,18 +37,18 @@ __device__ __forceinline__ u32 sign_mantissa_of(u32 v0, u32 v1) {
     return select_bits(0x80808080u, bytes_of(v0, v1, 0x7531), bytes_of(v0, v1, 0x6420));
 }
 
-// The 8 bit planes of the exponents of 32 words, v[slot * 4 + i] holding words 2i and 2i + 1 of a chunk.
+// Exponents of two chunks in four registers, a byte each: chunk v0 in the even bytes, v1 in the odd ones.
+__device__ __forceinline__ void merge_exponents(const u32 (&v0)[4], const u32 (&v1)[4], u32* a) {
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) a[i] = select_bits(0xff00ff00u, v1[i] << 1, v0[i] >> 7);
+}
+
+// The 8 bit planes of the exponents of 32 words, from a[pair * 4 + i] of merge_exponents() for slots 2 pair, 2 pair + 1.
 //
-// Two chunks share a register (a byte an exponent); exchanging three bits of the register index with the three bits
-// of the index within a byte leaves one plane a register. Bit order within a plane, from the highest bit of the index:
-// word & 1, slot & 1, word >> 2, word >> 1 & 1, slot >> 1; in_slot_order() sets it right, for the planes that remain.
-__device__ __forceinline__ void exponent_planes(const u32 (&v)[16], u32 (&plane)[8]) {
-    u32 a[8];
-#pragma unroll
-    for (u32 pair = 0; pair < 2; ++pair)
-#pragma unroll
-        for (u32 i = 0; i < 4; ++i)
-            a[pair * 4 + i] = select_bits(0xff00ff00u, v[pair * 8 + 4 + i] << 1, v[pair * 8 + i] >> 7);
+// Exchanging three bits of the register index with the three bits of the index within a byte leaves one plane a
+// register. Bit order within a plane, from the highest bit of the index: word & 1, slot & 1, word >> 2, word >> 1 & 1,
+// slot >> 1; in_slot_order() sets it right, for the planes that remain.
+__device__ __forceinline__ void exponent_planes(u32 (&a)[8], u32 (&plane)[8]) {
 #pragma unroll
     for (u32 r = 0; r < 8; ++r)
         if (!(r & 2)) exchange_index_bit<4, 0xf0f0f0f0u>(a[r], a[r | 2]);
@@ -173,17 +179,56 @@ __device__ __forceinline__ u64 warp_sum_all(u64 x) {
     return u64(a) + (u64(b) << 16) + (u64(c) << 32);
 }
 
-// Digest weights of a thread's units, in slot order, kept in registers over all tiles.
+// Four units of a digest sum.
+__device__ __forceinline__ u64 weighted(uint4 x, uint4 w) {
+    u64 sum = u64(x.x) * w.x;
+    sum += u64(x.y) * w.y;
+    sum += u64(x.z) * w.z;
+    sum += u64(x.w) * w.w;
+    return sum;
+}
+
+// Digest weights of this thread's units, in slot order, four at a time; a weight takes eight instructions to compute.
+//
+// Of bfloat16 words they lie in shared memory, where no two lanes meet in a bank: in registers they would leave too few
+// for three thread blocks a multiprocessor. Of float32 they are in registers: in shared memory they would leave too
+// little of that.
+template <u32 ELEMENT_BYTES>
+struct WeightTable {
+    static constexpr u32 QUADS = 2 * ELEMENT_BYTES;  // of units, a thread
+    static constexpr bool IN_SHARED = ELEMENT_BYTES == 2;
+    uint4 quads[IN_SHARED ? QUADS : 1][IN_SHARED ? THREADS : 1];
+
+    __device__ __forceinline__ static uint4 compute(u32 q) {
+        const u32 slot = q / (QUADS / 4), chunk = (slot + slot_rotation()) & 3;
+        const u32 k = threadIdx.x * (QUADS * 4) + chunk * QUADS + q % (QUADS / 4) * 4;
+        return make_uint4(digest_weight(k), digest_weight(k + 1), digest_weight(k + 2), digest_weight(k + 3));
+    }
+};
+
 template <u32 ELEMENT_BYTES>
 struct Weights {
-    static constexpr u32 CHUNK = 8 * ELEMENT_BYTES / 4;  // units a chunk of 8 elements
-    u32 w[4 * CHUNK];
-    __device__ __forceinline__ Weights() {
+    typedef WeightTable<ELEMENT_BYTES> Table;
+    const Table& table;
+    uint4 kept[Table::IN_SHARED ? 1 : Table::QUADS];
+
+    // All threads; fills the table, and a barrier must follow.
+    __device__ __forceinline__ explicit Weights(Table& shared_table) : table(shared_table) {
+        if (Table::IN_SHARED) {
+#pragma unroll 1
+            for (u32 q = 0; q < Table::QUADS; ++q) shared_table.quads[q % Table::QUADS][threadIdx.x] = Table::compute(q);
+        } else {
 #pragma unroll
-        for (u32 i = 0; i < 4 * CHUNK; ++i) {
-            u32 chunk = (i / CHUNK + slot_rotation()) & 3;
-            w[i] = digest_weight(threadIdx.x * 4 * CHUNK + chunk * CHUNK + i % CHUNK);
-            asm volatile("" : "+r"(w[i]));  // computed once, not in every tile
+            for (u32 q = 0; q < Table::QUADS; ++q) {
+                uint4 w = Table::compute(q);
+                asm volatile("" : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w));  // once, not in every tile
+                kept[Table::IN_SHARED ? 0 : q] = w;
+            }
         }
+    }
+    // Of quad `quad` of slot `slot`.
+    __device__ __forceinline__ uint4 of(u32 slot, u32 quad) const {
+        const u32 q = slot * (Table::QUADS / 4) + quad;
+        return Table::IN_SHARED ? table.quads[q][threadIdx.x] : kept[Table::IN_SHARED ? 0 : q];
     }
 };

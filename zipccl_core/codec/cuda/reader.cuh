@@ -5,10 +5,10 @@
 // fails a check is a fault in the accumulators; its words are whatever came out, inside the block's own place.
 #pragma once
 #include "layout.cuh"
+#include "pipeline.cuh"
 #include "planes.cuh"
-#include "tile.cuh"
 
-constexpr u32 READ_STAGES = 2;
+constexpr u32 WARP_WORDS = BLOCK_WORDS / WARPS;
 
 // Steps of FORMAT.md 8 that a verdict can name; jit.py has the same list.
 constexpr u32 FAULT_DIRECTORY = 9, FAULT_RECORD = 10, FAULT_CANONICAL = 11, FAULT_DIGEST = 12, FAULT_OTHER_FRAME = 20;
@@ -34,42 +34,78 @@ __device__ __forceinline__ void report_fault(ReadAccumulators& of_job, u32 step,
     atomicMax(&of_job.fault, u64(63 - step) << 58 | (((1ull << 42) - 1) - block) << 16 | (detail & 0xffff));
 }
 
-// What is loaded of a block, as its reader needs it; in shared memory, one a stage.
+// What is loaded of a block, as its readers need it; in shared memory, one a stage.
 struct BlockPlan {
     u32 size;   // bytes of the dynamic part; 0 if faulty
     u32 shift;  // where they begin behind the record in the stage
     u32 stored, low, faulty;
 };
 
-template <u32 ELEMENT_BYTES>
-struct ReadShared {
-    static constexpr u32 MOST_DYNAMIC = SPILL_BYTES + (ELEMENT_BYTES == 4 ? 2 * BLOCK_WORDS : 0);
-    static constexpr u32 STAGE_BYTES = u32(RECORD_BYTES + MOST_DYNAMIC + 32 + 127) / 128 * 128;
-    static_assert(STAGE_BYTES >= BLOCK_WORDS * ELEMENT_BYTES, "a stage also holds a tile that was not encoded");
-    u8 stage[READ_STAGES][STAGE_BYTES];
-    u8 elements[BLOCK_WORDS * ELEMENT_BYTES];
-    BlockPlan plan[READ_STAGES];
-    u64 barriers[READ_STAGES];
-    u64 warp_sums[WARPS];
-    u32 warp_escapes[WARPS];
-    u32 stored_escapes, last;
-};
-
-// Two directory entries, asked for one tile before they are needed.
+// Two directory entries; of the last block, the second is Frame_Bytes.
 struct Entries {
     u64 own, next;
 };
 
+constexpr u32 WINDOW_BYTES = 32;  // around two directory entries, at a multiple of 16
+
+template <u32 ELEMENT_BYTES, u32 STAGES>
+struct ReadShared {
+    static constexpr u32 MOST_DYNAMIC = SPILL_BYTES + (ELEMENT_BYTES == 4 ? 2 * BLOCK_WORDS : 0) + 32;
+    static constexpr u32 STAGE_BYTES = u32(RECORD_BYTES + MOST_DYNAMIC + WINDOW_BYTES + 127) / 128 * 128;
+    static_assert(RECORD_BYTES + MOST_DYNAMIC >= BLOCK_WORDS * ELEMENT_BYTES, "a stage also holds plain words");
+    u8 stage[STAGES][STAGE_BYTES];
+    u8 elements[BLOCK_WORDS * ELEMENT_BYTES];
+    WeightTable<ELEMENT_BYTES> weights;
+    BlockPlan plan[STAGES];
+    u64 loaded[STAGES], counted[STAGES];  // mbarriers
+    u64 sums[STAGES][WARPS];
+    u32 counts[STAGES][WARPS];
+    u32 lows[STAGES][WARPS];
+    u32 left[STAGES];
+    u32 last;
+
+    __device__ __forceinline__ u8* window(u32 s) { return stage[s] + RECORD_BYTES + MOST_DYNAMIC; }
+
+    // All threads; ends with a block barrier.
+    __device__ __forceinline__ void init() {
+        if (threadIdx.x == 0) {
+            for (u32 s = 0; s < STAGES; ++s) {
+                init_barrier(&loaded[s], LOAD_ARRIVALS);
+                init_barrier(&counted[s], WARPS);
+                left[s] = 0;
+            }
+            publish_barriers();
+        }
+        __syncthreads();
+    }
+};
+
+__device__ __forceinline__ u64 directory_entry(const FrameJob& job, u64 block) {
+    return *(const volatile u64*)(job.frame + HEADER_BYTES + ENTRY_BYTES * block);
+}
+__device__ __forceinline__ u64 frame_bytes_of(const FrameJob& job) { return ((const volatile u64*)job.frame)[2]; }
+__device__ __forceinline__ u64 codebook_of_frame(const FrameJob& job) {
+    return ((const volatile u64*)job.frame)[8] & ((1ull << 56) - 1);
+}
+
+// Entries straight from device memory.
 __device__ __forceinline__ Entries read_entries(const FrameJob& job, u64 block) {
-    const volatile u64* header = (const volatile u64*)job.frame;
-    const volatile u64* directory = header + HEADER_BYTES / 8;
-    return {directory[block], block + 1 < job.tiles ? directory[block + 1] : header[2]};
+    return {directory_entry(job, block),
+            block + 1 < job.tiles ? directory_entry(job, block + 1) : frame_bytes_of(job)};
+}
+// Entries from a window that was loaded with an earlier block.
+__device__ __forceinline__ Entries window_entries(const u8* window, const FrameJob& job, u64 block) {
+    const u64* entries = (const u64*)window + (block & 1);
+    return {entries[0], block + 1 < job.tiles ? entries[1] : frame_bytes_of(job)};
+}
+// Where the window of a block's entries begins: inside the static part, whatever follows the directory.
+__device__ __forceinline__ u64 window_address(const FrameJob& job, u64 block) {
+    return job.frame + HEADER_BYTES + ENTRY_BYTES * (block & ~1ull);
 }
 
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ BlockPlan plan_block(const FrameJob& job, u64 block, Entries entries) {
-    const u64 fixed = static_bytes(job.n), room = job.capacity_bytes - fixed;  // the host checked capacity >= fixed
-    const u32 m = block_words(job.n, block);
+__device__ __forceinline__ BlockPlan plan_block(const FrameJob& job, u64 block, u32 m, u64 fixed, Entries entries) {
+    const u64 room = job.capacity_bytes - fixed;  // the host checked capacity >= fixed
     const u64 offset = entries.own & OFFSET_MASK;
     const u64 end = block + 1 < job.tiles ? entries.next & OFFSET_MASK : entries.next - fixed;
     BlockPlan plan;
@@ -83,27 +119,34 @@ __device__ __forceinline__ BlockPlan plan_block(const FrameJob& job, u64 block, 
     return plan;
 }
 
-// Start loading the record and the dynamic part of a block: whole 16-byte pieces, but no byte beyond the buffer.
-template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void load_block(const FrameJob& job, u64 block, Entries entries, u8* stage,
-                                           BlockPlan& shared_plan, StageLoads loads, bool elected) {
-    if (ZIPCCL_BULK && !elected) return;
-    const BlockPlan plan = plan_block<ELEMENT_BYTES>(job, block, entries);
-    const u32 record = u32(align128(record_bytes(block_words(job.n, block))));
-    u32 whole = 0, rest = 0;
-    u64 from = job.frame + static_bytes(job.n) + (entries.own & OFFSET_MASK) - plan.shift;
+// Load the record and the dynamic part of a block: whole 16-byte pieces, but no byte beyond the buffer; and a window of
+// the directory for the block that will be loaded into this stage next (0: none). By one warp.
+template <u32 ELEMENT_BYTES, u32 STAGES>
+__device__ __forceinline__ void load_block(ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s, const FrameJob& job,
+                                           u64 block, Entries entries, u64 next_window) {
+    const u32 m = block_words(job.n, block), record = u32(align128(record_bytes(m)));
+    const u64 fixed = static_bytes(job.n);
+    const BlockPlan plan = plan_block<ELEMENT_BYTES>(job, block, m, fixed, entries);
+    u8* stage = shared.stage[s];
+    __syncwarp();
+    const u64 from = job.frame + fixed + (entries.own & OFFSET_MASK) - plan.shift;
+    u32 whole = 0;
     if (plan.size) {
         whole = (plan.shift + plan.size + 15) & ~15u;
-        u64 buffer_end = job.frame + job.capacity_bytes;
-        if (from + whole > buffer_end) whole = u32(buffer_end - from) & ~15u, rest = plan.shift + plan.size - whole;
+        const u64 buffer_end = job.frame + job.capacity_bytes;
+        if (from + whole > buffer_end) {  // the last bytes of a buffer that ends with the frame, one by one
+            whole = u32(buffer_end - from) & ~15u;
+            if (lane_of() == 0)
+                for (u32 i = whole; i < plan.shift + plan.size; ++i)
+                    stage[RECORD_BYTES + i] = *(const u8*)(from + i);
+        }
     }
-    loads.expect(record + whole, elected);
-    loads.load(stage, (const void*)(job.frame + records_begin(job.n) + block * RECORD_BYTES), record, elected);
-    loads.load(stage + RECORD_BYTES, (const void*)from, whole, elected);
-    if (elected) {
-        shared_plan = plan;
-        for (u32 i = 0; i < rest; ++i) stage[RECORD_BYTES + whole + i] = ((const u8*)from)[whole + i];
-    }
+    if (lane_of() == 0) shared.plan[s] = plan;
+    begin_load(&shared.loaded[s], record + whole + (next_window ? WINDOW_BYTES : 0));
+    load_piece(&shared.loaded[s], stage, job.frame + records_begin(job.n) + block * RECORD_BYTES, record);
+    load_piece(&shared.loaded[s], stage + RECORD_BYTES, from, whole);
+    if (next_window) load_piece(&shared.loaded[s], shared.window(s), next_window, WINDOW_BYTES);
+    end_load(&shared.loaded[s]);
 }
 
 __device__ __forceinline__ u32 load_shared_unaligned(const u8* p) {
@@ -113,107 +156,88 @@ __device__ __forceinline__ u32 load_shared_unaligned(const u8* p) {
     return shift ? __funnelshift_r(words[0], words[1], shift) : words[0];
 }
 
-template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ u32 chunk_offset(u32 slot) {
-    return threadIdx.x * (THREAD_WORDS * ELEMENT_BYTES) + ((slot + slot_rotation()) & 3) * (8 * ELEMENT_BYTES);
+// Four bytes of a plane of a short block, from `first` on; zero beyond it.
+__device__ __forceinline__ u32 short_plane(const u8* plane, u32 plane_bytes, u32 first) {
+    u32 x = 0;
+#pragma unroll
+    for (u32 k = 0; k < 4; ++k)
+        if (first + k < plane_bytes) x |= u32(plane[first + k]) << (8 * k);
+    return x;
 }
 
-// This thread's 32 elements of a tile in shared memory, in slot order; their part of the block's digest sum.
-template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ u64 digest_of_elements(const u8* elements, const Weights<ELEMENT_BYTES>& weights) {
-    u64 sum = 0;
-#pragma unroll
-    for (u32 slot = 0; slot < 4; ++slot)
-#pragma unroll
-        for (u32 i = 0; i < Weights<ELEMENT_BYTES>::CHUNK / 4; ++i) {
-            uint4 x = *(const uint4*)(elements + chunk_offset<ELEMENT_BYTES>(slot) + i * 16);
-            const u32* w = &weights.w[slot * Weights<ELEMENT_BYTES>::CHUNK + i * 4];
-            sum += u64(x.x) * w[0];
-            sum += u64(x.y) * w[1];
-            sum += u64(x.z) * w[2];
-            sum += u64(x.w) * w[3];
-        }
-    return sum;
-}
-
-// Rebuild one block of a stage into shared.elements, and check it (FORMAT.md 8.10, 8.11).
-//
-// On return each thread may read the 32 elements that are its own; a barrier makes all of them readable, the stage free,
-// and shared.warp_sums and the number of escapes (returned, the same in all threads) final. `low_seen` is not zero in
-// some thread if the block's low halves are not all zero.
-template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ u32 rebuild_block(ReadShared<ELEMENT_BYTES>& shared, u32 stage_index, u64 block, u32 m,
-                                             const Codes& codes, const Weights<ELEMENT_BYTES>& weights,
-                                             ReadAccumulators& of_job, bool elected, u32& low_seen) {
-    const u32 t = threadIdx.x, lane = t & 31, warp = t >> 5, rotation = slot_rotation();
-    u8* stage = shared.stage[stage_index];
-    u8* elements = shared.elements;
-    const BlockPlan plan = shared.plan[stage_index];
-    const u8* dynamic = stage + RECORD_BYTES + plan.shift;
-    const u32 record = record_bytes(m), spill = spill_bytes(m), low_bytes = plan.low ? 2 * m : 0;
-    low_seen = 0;
-    if (plan.faulty && t == 0) report_fault(of_job, FAULT_DIRECTORY, block, 0);
-
-    if (m < BLOCK_WORDS) {  // once a frame: padding, and planes moved to where those of a full block are
-        const u32 held = plan.stored ? (2 * m < record ? 2 * m : record) : record;
-        for (u32 i = held + t; i < u32(align128(record)); i += THREADS)
-            if (stage[i]) report_fault(of_job, FAULT_RECORD, block, i);
-        if (!plan.stored) {
-            const u32 plane_bytes = (m + 7) / 8;
-            wait_stores_read(elected);
-            __syncthreads();
-            for (u32 i = t; i < RECORD_BYTES; i += THREADS) {
-                u32 within = i < BLOCK_WORDS ? i : (i - BLOCK_WORDS) % PLANE_BYTES;
-                u32 p = i < BLOCK_WORDS ? 0 : (i - BLOCK_WORDS) / PLANE_BYTES;
-                u8 x = 0;
-                if (i < BLOCK_WORDS)
-                    x = within < m ? stage[within] : 0;
-                else
-                    x = within < plane_bytes ? stage[m + p * plane_bytes + within] : 0;
-                elements[i] = x;
-            }
-            __syncthreads();
-            for (u32 i = t * 4; i < RECORD_BYTES; i += THREADS * 4) *(u32*)(stage + i) = *(const u32*)(elements + i);
-            __syncthreads();
+// Low halves of a warp's words, at any alignment, into its elements.
+__device__ __forceinline__ u32 add_low_halves(u8* elements, const u8* low_halves, u32 m) {
+    u32 seen = 0;
+#pragma unroll 4
+    for (u32 k = 0; k < THREAD_WORDS; ++k) {
+        const u32 i = warp_of() * WARP_WORDS + k * 32 + lane_of();
+        if (i < m) {
+            const u8* at = low_halves + 2 * i;
+            const u32 half = at[0] | at[1] << 8;
+            seen |= half;
+            ((u32*)elements)[i] |= half;
         }
     }
+    return seen;
+}
 
-    const u32 valid = valid_words(m);
-    u64 sum = 0;
-    u32 total = 0;
+// Rebuild a warp's eighth of a block from a stage into shared.elements, and check it (FORMAT.md 8.10, 8.11). All lanes.
+//
+// A warp waits for the others only to learn how many escapes precede its own: it says its number early, and asks for
+// theirs late. After it any lane may read any of the warp's elements.
+template <u32 ELEMENT_BYTES, u32 STAGES>
+__device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s, u64 block, u32 m,
+                                              const Codes& codes, u32 counted_parity, ReadAccumulators& of_job) {
+    const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of(), rotation = slot_rotation();
+    const u8* stage = shared.stage[s];
+    u8* elements = shared.elements;
+    const BlockPlan plan = shared.plan[s];
+    const u8* dynamic = stage + RECORD_BYTES + plan.shift;
+    const u32 spill = spill_bytes(m), low_bytes = plan.low ? 2 * m : 0;
+    u32 low_seen = 0;
+
+    if (m < BLOCK_WORDS && warp == 0) {  // once a frame
+        const u32 record = record_bytes(m), held = plan.stored && 2 * m < record ? 2 * m : record;
+        for (u32 i = held + lane; i < u32(align128(record)); i += 32)
+            if (stage[i]) report_fault(of_job, FAULT_RECORD, block, i);
+    }
     if (!plan.stored) {
-        const u32* planes = (const u32*)(stage + BLOCK_WORDS);
-        const u32 p0 = planes[t], p1 = planes[PLANE_BYTES / 4 + t], p2 = planes[2 * PLANE_BYTES / 4 + t];
-        if ((p0 | p1 | p2) & ~valid) report_fault(of_job, FAULT_RECORD, block, t);
+        const u32 valid = valid_words(m);
+        u32 p0, p1, p2;
+        if (m == BLOCK_WORDS) {
+            const u32* planes = (const u32*)(stage + BLOCK_WORDS) + t;
+            p0 = planes[0], p1 = planes[PLANE_BYTES / 4], p2 = planes[2 * PLANE_BYTES / 4];
+        } else {
+            const u32 plane_bytes = (m + 7) / 8;
+            p0 = short_plane(stage + m, plane_bytes, t * 4);
+            p1 = short_plane(stage + m + plane_bytes, plane_bytes, t * 4);
+            p2 = short_plane(stage + m + 2 * plane_bytes, plane_bytes, t * 4);
+            if ((p0 | p1 | p2) & ~valid) report_fault(of_job, FAULT_RECORD, block, t);
+        }
         u32 escaped = ~(p0 | p1 | p2) & valid;
         const u32 count = __popc(escaped);
         const u32 inclusive = warp_inclusive_sum(count);
-        if (lane == 31) shared.warp_escapes[warp] = inclusive;
+        const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
+        if (lane == 0) {
+            shared.counts[s][warp] = of_warp;
+            arrive(&shared.counted[s]);
+        }
 
         u32 sign_mantissa[8], v[16];
 #pragma unroll
         for (u32 slot = 0; slot < 4; ++slot) {
-            uint2 x = *(const uint2*)(stage + t * 32 + ((slot + rotation) & 3) * 8);
-            sign_mantissa[slot * 2] = x.x, sign_mantissa[slot * 2 + 1] = x.y;
+            const u32 at = t * 32 + ((slot + rotation) & 3) * 8;
+            if (m == BLOCK_WORDS) {
+                const uint2 x = *(const uint2*)(stage + at);
+                sign_mantissa[slot * 2] = x.x, sign_mantissa[slot * 2 + 1] = x.y;
+            } else {
+                sign_mantissa[slot * 2] = short_plane(stage, m, at);
+                sign_mantissa[slot * 2 + 1] = short_plane(stage, m, at + 4);
+            }
         }
         join_words(__funnelshift_r(p0, p0, 8 * rotation), __funnelshift_r(p1, p1, 8 * rotation),
                    __funnelshift_r(p2, p2, 8 * rotation), codes, sign_mantissa, v);
-        if (ELEMENT_BYTES == 2) {
-#pragma unroll
-            for (u32 i = 0; i < 16; ++i) sum += u64(v[i]) * weights.w[i];
-        }
-
-        wait_stores_read(elected);
-        __syncthreads();
-        u32 position = inclusive - count;
-#pragma unroll
-        for (u32 w = 0; w < WARPS; ++w) {
-            if (w == warp) position += total;
-            total += shared.warp_escapes[w];
-        }
-        const bool sized = plan.size == total + low_bytes;
-        if (!sized && t == 0 && !plan.faulty) report_fault(of_job, total > spill ? FAULT_CANONICAL : FAULT_RECORD, block, total);
-
+        wait_stores_read();
 #pragma unroll
         for (u32 slot = 0; slot < 4; ++slot) {
             uint4* to = (uint4*)(elements + chunk_offset<ELEMENT_BYTES>(slot));
@@ -223,102 +247,100 @@ __device__ __forceinline__ u32 rebuild_block(ReadShared<ELEMENT_BYTES>& shared, 
 #pragma unroll
                 for (u32 half = 0; half < 2; ++half) {
                     u32 a = v[slot * 4 + half * 2], b = v[slot * 4 + half * 2 + 1];
-                    uint4 x = make_uint4(a << 16, a & 0xffff0000u, b << 16, b & 0xffff0000u);
-                    const u32* w = &weights.w[(slot * 8 + half * 4) % (4 * Weights<ELEMENT_BYTES>::CHUNK)];
-                    sum += u64(x.x) * w[0];
-                    sum += u64(x.y) * w[1];
-                    sum += u64(x.z) * w[2];
-                    sum += u64(x.w) * w[3];
-                    to[half] = x;
+                    to[half] = make_uint4(a << 16, a & 0xffff0000u, b << 16, b & 0xffff0000u);
                 }
             }
         }
-        if (sized) {
-            const u32 first = t * THREAD_WORDS;
-            while (escaped) {
-                const u32 i = first + __ffs(escaped) - 1;
+
+        wait_barrier(&shared.counted[s], counted_parity);
+        const u32 theirs = lane < WARPS ? shared.counts[s][lane] : 0;
+        const u32 before = __reduce_add_sync(~0u, lane < warp ? theirs : 0);
+        const u32 total = __reduce_add_sync(~0u, theirs);
+        const bool sized = plan.size == total + low_bytes;
+        if (!sized) {
+            if (t == 0 && !plan.faulty)
+                report_fault(of_job, total > spill ? FAULT_CANONICAL : FAULT_RECORD, block, total);
+        } else {
+            const u8* from = dynamic + before;
+            for (u32 i = lane; i < of_warp; i += 32)
+                if (codes.holds(from[i])) report_fault(of_job, FAULT_CANONICAL, block, from[i]);
+            from += inclusive - count;
+            u32* mine = (u32*)(elements + t * (THREAD_WORDS * ELEMENT_BYTES));
+            while (escaped) {  // exponents of escapes are still zero
+                const u32 i = __ffs(escaped) - 1;
                 escaped &= escaped - 1;
-                const u32 exponent = dynamic[position++];
-                if (codes.holds(exponent)) report_fault(of_job, FAULT_CANONICAL, block, exponent);
-                if (ELEMENT_BYTES == 2) {
-                    ((u16*)elements)[i] |= u16(exponent << 7);
-                    sum += u64(exponent << (7 + 16 * (i & 1))) * digest_weight(i >> 1);
-                } else {
-                    ((u32*)elements)[i] |= exponent << 23;
-                    sum += u64(exponent << 23) * digest_weight(i);
-                }
+                const u32 exponent = *from++;
+                if (ELEMENT_BYTES == 2)
+                    atomicOr(mine + (i >> 1), exponent << (7 + 16 * (i & 1)));
+                else
+                    atomicOr(mine + i, exponent << 23);
             }
-        }
-        if (ELEMENT_BYTES == 4 && plan.low && sized) {
-            const u32 first = t * THREAD_WORDS;
-            for (u32 k = 0; k < THREAD_WORDS && first + k < m; ++k) {
-                const u32 i = first + ((k + lane) & 31);  // each lane elsewhere, or all would meet in one bank
-                if (i >= m) continue;
-                const u8* at = dynamic + total + 2 * i;
-                const u32 half = at[0] | at[1] << 8;
-                low_seen |= half;
-                ((u32*)elements)[i] |= half;
-                sum += u64(half) * digest_weight(i);
+            if (ELEMENT_BYTES == 4 && plan.low) {
+                __syncwarp();
+                low_seen = add_low_halves(elements, dynamic + total, m);
             }
         }
     } else {
+        if (lane == 0) arrive(&shared.counted[s]);  // nobody waits; the phase must end all the same
         const bool sized = plan.size == spill + low_bytes;
         if (!sized && t == 0) report_fault(of_job, FAULT_RECORD, block, plan.size);
-        wait_stores_read(elected);
-        if (t == 0) shared.stored_escapes = 0;
-        __syncthreads();
-        if (m == BLOCK_WORDS) {
-            for (u32 i = t; i < BLOCK_WORDS / 2; i += THREADS) {
-                u32 x = i < RECORD_BYTES / 4 ? ((const u32*)stage)[i]
-                        : sized              ? load_shared_unaligned(dynamic + i * 4 - RECORD_BYTES)
-                                             : 0;
-                if (ELEMENT_BYTES == 2) {
-                    ((u32*)elements)[i] = x;
-                } else {
-                    ((u32*)elements)[2 * i] = x << 16;
-                    ((u32*)elements)[2 * i + 1] = x & 0xffff0000u;
+        wait_stores_read();
+        const u32 record = record_bytes(m), held = 2 * m < record ? 2 * m : record;
+        u32 escapes = 0;
+#pragma unroll 1
+        for (u32 k = 0; k < THREAD_WORDS; k += 2) {  // two words a lane
+            const u32 i = warp * WARP_WORDS + k * 32 + lane * 2;
+            u32 x = 0;
+            if (m == BLOCK_WORDS) {
+                if (2 * i < RECORD_BYTES)
+                    x = *(const u32*)(stage + 2 * i);
+                else if (sized)
+                    x = load_shared_unaligned(dynamic + 2 * i - RECORD_BYTES);
+            } else {
+#pragma unroll
+                for (u32 b = 0; b < 4; ++b) {
+                    const u32 at = 2 * i + b;
+                    if (at < 2 * m) x |= u32(at < held ? stage[at] : sized ? dynamic[at - held] : 0) << (8 * b);
                 }
             }
-        } else {
-            const u32 held = 2 * m < record ? 2 * m : record;
-            for (u32 i = t; i < BLOCK_WORDS; i += THREADS) {
-                u32 x = 0;
-                if (i < m) {
-                    u32 a = 2 * i, b = 2 * i + 1;
-                    x = a < held ? stage[a] : sized ? dynamic[a - held] : 0;
-                    x |= (b < held ? stage[b] : sized ? dynamic[b - held] : 0) << 8;
-                }
-                if (ELEMENT_BYTES == 2)
-                    ((u16*)elements)[i] = u16(x);
-                else
-                    ((u32*)elements)[i] = x << 16;
-            }
+            if (i < m) escapes += !codes.holds(x >> 7 & 0xff);
+            if (i + 1 < m) escapes += !codes.holds(x >> 23 & 0xff);
+            if (ELEMENT_BYTES == 2)
+                ((u32*)elements)[i / 2] = x;
+            else
+                *(uint2*)(elements + 4 * i) = make_uint2(x << 16, x & 0xffff0000u);
         }
-        __syncthreads();
-        u32 count = 0;
-        const u32 first = t * THREAD_WORDS;
-        for (u32 k = 0; k < THREAD_WORDS; ++k) {
-            const u32 i = first + ((k + lane) & 31);
-            if (i >= m) continue;
-            const u32 word = ELEMENT_BYTES == 2 ? ((const u16*)elements)[i] : ((const u32*)elements)[i] >> 16;
-            count += !codes.holds(word >> 7 & 0xff);
-            if (ELEMENT_BYTES == 4 && plan.low && sized) {
-                const u8* at = dynamic + spill + 2 * i;
-                const u32 half = at[0] | at[1] << 8;
-                low_seen |= half;
-                ((u32*)elements)[i] |= half;
-            }
-        }
-        sum = digest_of_elements<ELEMENT_BYTES>(elements, weights);
-        count = __reduce_add_sync(~0u, count);
-        if (lane == 0) atomicAdd(&shared.stored_escapes, count);
-        __syncthreads();
-        total = shared.stored_escapes;
-        if (total <= spill && t == 0) report_fault(of_job, FAULT_CANONICAL, block, total);
+        escapes = __reduce_add_sync(~0u, escapes);
+        if (lane == 0) shared.counts[s][warp] = escapes;
+        __syncwarp();
+        if (ELEMENT_BYTES == 4 && plan.low && sized) low_seen = add_low_halves(elements, dynamic + spill, m);
     }
-    sum = warp_sum_all(sum);
-    if (lane == 0) shared.warp_sums[warp] = sum;
-    return total;
+    if (ELEMENT_BYTES == 4) {
+        low_seen = __any_sync(~0u, low_seen != 0);
+        if (lane == 0) shared.lows[s][warp] = low_seen;
+    }
+    __syncwarp();
+}
+
+// What the last warp to leave a stage does about the block that was in it: its digest sum, mixed, and its escapes.
+struct BlockResult {
+    u64 mixed;
+    u32 escapes;
+};
+template <u32 ELEMENT_BYTES, u32 STAGES>
+__device__ __forceinline__ BlockResult finish_block(const ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s, u64 block,
+                                                    u32 m, ReadAccumulators& of_job) {
+    const u32 lane = lane_of();
+    const u64 sum = warp_sum_all(lane < WARPS ? shared.sums[s][lane] : 0);
+    const u32 escapes = __reduce_add_sync(~0u, lane < WARPS ? shared.counts[s][lane] : 0);
+    const BlockPlan plan = shared.plan[s];
+    const u32 low = ELEMENT_BYTES == 4 ? __reduce_or_sync(~0u, lane < WARPS ? shared.lows[s][lane] : 0) : 0;
+    if (lane == 0) {
+        if (plan.faulty) report_fault(of_job, FAULT_DIRECTORY, block, 0);
+        if (plan.stored && escapes <= spill_bytes(m)) report_fault(of_job, FAULT_CANONICAL, block, escapes);
+        if (ELEMENT_BYTES == 4 && plan.low && !low) report_fault(of_job, FAULT_CANONICAL, block, 0);
+    }
+    return {mixed_block_sum(sum, block), escapes};
 }
 
 // FORMAT.md 8.2-8.8 on the device: the step that fails, or 0.
@@ -394,8 +416,4 @@ __device__ __forceinline__ void finish_reading(const FrameJob* jobs, u32 n_jobs,
     for (u32 job = threadIdx.x; job < n_jobs; job += THREADS)
         give_verdict<ELEMENT_BYTES>(jobs[job], scratch->of_job[job], verdicts[job]);
     if (threadIdx.x == 0) scratch->finished_blocks = 0;
-}
-
-__device__ __forceinline__ u64 codebook_of_frame(const FrameJob& job) {
-    return ((const volatile u64*)job.frame)[8] & ((1ull << 56) - 1);
 }
