@@ -48,7 +48,9 @@ def commit() -> str:
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "zipccl_core/codec", "zipccl_core/frame.py", "zipccl_core/codebook.py")
+    changed = git(
+        "status", "--porcelain", "--", "zipccl_core/codec/cpu.py", "zipccl_core/frame.py", "zipccl_core/codebook.py"
+    )
     return git("rev-parse", "HEAD") + (" and changes" if changed else "")
 
 
