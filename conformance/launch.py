@@ -47,6 +47,8 @@ class EventLog:
         self.path = path
         self._always = always
         self._file = path.open("a", buffering=1)
+        if self._file.tell() and not path.read_bytes().endswith(b"\n"):
+            self._file.write("\n")
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event with the time of day in seconds."""
@@ -70,7 +72,8 @@ class Tail:
         whole = data[: data.rfind(b"\n") + 1]
         self._at += len(whole)
         for line in whole.splitlines():
-            yield json.loads(line)
+            with contextlib.suppress(json.JSONDecodeError):  # a rank was killed while it wrote this line
+                yield json.loads(line)
 
 
 @dataclass
@@ -286,12 +289,16 @@ def launch(
             first_index = index + 1
         else:
             run.problems.append(f"gave up after {MAX_GENERATIONS} generations of ranks: too many died")
-    if not run.problems and not plan.stop_at_first:
-        missing = [n for n in run.nodeids if n not in run.results]
-        if missing and not any(r.kind in ("FAIL", "ERROR") for r in run.results.values()):
-            run.problems.append(f"{len(missing)} tests have no verdict, the first is {missing[0]}")
+    _miss_none(run)
     run.ended = time.time()
     return run
+
+
+def _miss_none(run: Run) -> None:
+    """A run that failed may have been cut short; one that did not must have a verdict for every test."""
+    missing = [n for n in run.nodeids if n not in run.results]
+    if missing and not run.problems and not any(r.kind in ("FAIL", "ERROR") for r in run.results.values()):
+        run.problems.append(f"{len(missing)} tests have no verdict, the first is {missing[0]}")
 
 
 @contextlib.contextmanager
@@ -432,7 +439,12 @@ def read_run(run_dir: Path) -> Run:
     """Judge a finished run again from its logs alone."""
     numbers = sorted(int(p.stem.removeprefix("rank")) for p in run_dir.glob("rank*.jsonl"))
     run = Run(run_dir, len(numbers))
-    Follower(run).poll()
+    follower = Follower(run)
+    follower.poll()
+    for rank in follower.ranks.values():
+        if rank.in_test and rank.in_test["nodeid"] not in run.results:
+            run.problems.append(f"rank {rank.number} did not finish {rank.in_test['nodeid']}")
+    _miss_none(run)
     return run
 
 

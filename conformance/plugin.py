@@ -104,8 +104,10 @@ def inside() -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
-    ranked_args, plain_args = ([], []) if inside() else split_args(config)
-    if not ranked_args or _only_shows(config):
+    if inside() or hasattr(config, "workerinput") or only_shows(config):
+        return None
+    ranked_args, plain_args = split_args(config)
+    if not ranked_args:
         return None
     code = _launch(config, ranked_args)
     if not plain_args:
@@ -117,12 +119,15 @@ def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    code = session.config.stash.get(RANKED_CODE, pytest.ExitCode.OK)
-    if code and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+    """Outside: both parts must have passed, and one must have run."""
+    code = session.config.stash.get(RANKED_CODE, pytest.ExitCode.NO_TESTS_COLLECTED)
+    nothing_bad = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    if nothing_bad and code != pytest.ExitCode.NO_TESTS_COLLECTED:
         session.exitstatus = code
 
 
-def _only_shows(config: pytest.Config) -> bool:
+def only_shows(config: pytest.Config) -> bool:
+    """True for --help, --collect-only and their like, which need no ranks."""
     names = ("help", "version", "markers", "showfixtures", "show_fixtures_per_test", "collectonly", "setupplan")
     return any(getattr(config.option, n, False) for n in (*names, "cacheshow"))
 
@@ -134,8 +139,12 @@ def split_args(config: pytest.Config) -> tuple[list[str], list[str]]:
     for arg in config.args:
         path = Path(config.invocation_params.dir, arg.split("::")[0]).resolve()
         is_suite = path.is_relative_to(HERE) and not path.is_relative_to(HERE / "meta")
-        above = HERE.is_relative_to(path) and path != HERE
-        (ranked if config.option.ranked or is_suite or above else plain).append(arg)
+        if config.option.ranked or is_suite:
+            ranked.append(arg)
+        else:
+            plain.append(arg)
+            if HERE.is_relative_to(path):  # a folder above: the suite in it runs on ranks, the rest here
+                ranked.append(str(HERE))
     return ranked, plain
 
 
@@ -705,7 +714,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if inside() and collection_path == HERE / "meta" else None
+    """The ranked suites are never collected outside, and meta only if it is named."""
+    meta = HERE / "meta"
+    if collection_path == meta:
+        named = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
+        return True if inside() or not any(path.is_relative_to(meta) for path in named) else None
+    on_ranks = collection_path.is_relative_to(HERE) and not collection_path.is_relative_to(meta)
+    if on_ranks and collection_path.is_file() and not inside() and not only_shows(config):
+        return True
+    return None
 
 
 # --------------------------------------------------------------------------------------------------- fixtures

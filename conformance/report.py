@@ -1,6 +1,7 @@
 """What a person sees of a run, and what machines read: live progress, tables, one JUnit XML, one JSON.
 
-A finished run can be judged again from its directory: `python -m conformance.report RUN_DIR`.
+A finished run can be judged again from its directory: `python -m conformance.report RUN_DIR [JUNIT_XML]`. That is
+also how a run under a torchrun of one's own (several hosts, CI) gets its JUnit.
 """
 
 from __future__ import annotations
@@ -252,10 +253,12 @@ def _xml(text: str) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Show a run again from its directory; exit code 0 if it was sound."""
-    if len(argv) != 1 or not Path(argv[0]).is_dir():
-        sys.exit("usage: python -m conformance.report RUN_DIR")
+    """Show a run again from its directory, and write its one JUnit if asked; exit code 0 if it was sound."""
+    if len(argv) not in (1, 2) or not Path(argv[0]).is_dir():
+        sys.exit("usage: python -m conformance.report RUN_DIR [JUNIT_XML]")
     run = read_run(Path(argv[0]))
+    if len(argv) == 2:
+        write_junit(run, Path(argv[1]))
     console = _console(sys.stdout)
     show(run, console)
     console.print(closing_line(run), markup=False, highlight=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -300,24 +301,31 @@ def test_ranks_that_collect_different_tests_do_not_run(tmp_path):
     assert "collected other tests" in run.problems
 
 
-def test_under_plain_torchrun_all_ranks_agree_and_the_exit_code_tells(tmp_path):
+def test_under_plain_torchrun_ranks_agree_and_name_the_store_when_it_is_gone(tmp_path):
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_it.py").write_text(
         PRELUDE
         + "\ndef test_good(world): assert total(world, 1) == 2.0"
-        + "\ndef test_bad(world): assert world.rank != 1, 'planted'\n"
+        + "\ndef test_bad(world): assert world.rank != 1, 'planted'"
+        + "\ndef test_torchrun_is_killed(world):"
+        + "\n    world.barrier_store()"
+        + "\n    if world.rank == 0: os.kill(os.getppid(), signal.SIGKILL)\n"
     )
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "pytest"]
     command += ["-p", "conformance.plugin", "--subject=torch_native", f"--run-dir={tmp_path}/run", "test_it.py"]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 1
+    assert done.returncode == -signal.SIGKILL
     again = read_run(tmp_path / "run")
     assert {r.nodeid: r.kind for r in again.results.values()} == {
         "test_it.py::test_good": "PASS",
         "test_it.py::test_bad": "FAIL",
+        "test_it.py::test_torchrun_is_killed": "ERROR",
     }, done.stdout + done.stderr
-    assert "1 failed, 1 passed" in done.stdout
+    assert "1 failed, 1 passed, 1 error" in done.stdout
+    [gone] = [r for r in again.results.values() if r.kind == "ERROR"]
+    assert "the store at " in gone.reason
+    assert "is gone" in gone.reason
 
 
 @pytest.mark.parametrize(
