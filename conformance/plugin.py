@@ -721,6 +721,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return True if inside() or not any(path.is_relative_to(meta) for path in named) else None
     on_ranks = collection_path.is_relative_to(HERE) and not collection_path.is_relative_to(meta)
     if on_ranks and collection_path.is_file() and not inside() and not only_shows(config):
+        if RANKED_CODE not in config.stash:
+            raise pytest.UsageError(f"{HERE.name}/ runs on ranks: name it to pytest, or say --ignore={HERE.name}")
         return True
     return None
 
