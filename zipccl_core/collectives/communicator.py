@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from ..errors import InvalidArgument
 from ..frame import DTYPES
 from ..policy.switch import Decision, Policy
 from .board import Board, group_store
-from .exchange import Call, Exchange, Work, dtype_text, facts, patterns
-from .reduce import ReduceSpec, ordered_sum, reduce_spec
+from .exchange import Call, Exchange, Work, facts
+from .message import dtype_text, patterns
+from .point_to_point import TAGS, Channels
+from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
 
 
 class Communicator:
@@ -51,10 +53,11 @@ class Communicator:
                 "call init_process_group first, and make no Communicator on ranks outside the group"
             )
         self._rank, self._size = group.rank(), group.size()
-        self._policy = policy
+        self._policy, self._group = policy, group
         board = Board(group_store(group, policy.timeout_s), self._rank, self._size)
         board.agree(facts(policy, self._size), policy.timeout_s)
         self._exchange = Exchange(board, self._rank, self._size, policy)
+        self._channels = Channels(self._exchange)
         self._closed = False
 
     # Collectives
@@ -82,7 +85,7 @@ class Communicator:
             RankTimeout: a rank did not come within the deadline; on all ranks, naming it.
         """
 
-        def build() -> Call:
+        def build() -> list[Call]:
             _check_pair(output_tensor, input_tensor)
             n = input_tensor.numel()
             if output_tensor.numel() != n * self._size:
@@ -93,7 +96,16 @@ class Communicator:
             slots = [flat_out.narrow(0, r * n, n) for r in range(self._size)]
             in_place = input_tensor.is_contiguous() and input_tensor.data_ptr() == slots[self._rank].data_ptr()
             flat_in = input_tensor.detach().reshape(-1) if in_place else _flat_input(input_tensor, output_tensor)
-            return Call("", flat_in.dtype, [flat_in] * self._size, slots, same_for_all=True, finish=finish)
+            return [
+                Call(
+                    dtype=flat_in.dtype,
+                    total_words=n,
+                    sends=[flat_in] * self._size,
+                    receives=slots,
+                    same_for_all=True,
+                    finish=finish,
+                )
+            ]
 
         return self._issue("all_gather_into_tensor", build, async_op)
 
@@ -120,7 +132,7 @@ class Communicator:
             As all_gather_into_tensor; InvalidArgument also if the backend does not know op or dtype.
         """
 
-        def build() -> Call:
+        def build() -> list[Call]:
             _check_pair(output, input)
             spec = reduce_spec(op)
             n = output.numel()
@@ -131,7 +143,7 @@ class Communicator:
             flat_in = _flat_input(input, output)
             flat_out, finish = _flat_output(output)
             shards = [flat_in.narrow(0, r * n, n) for r in range(self._size)]
-            return self._reduction(spec, shards, flat_in, flat_out, finish)
+            return [self._reduction(spec, shards, flat_in, flat_out, finish)]
 
         return self._issue("reduce_scatter_tensor", build, async_op)
 
@@ -158,7 +170,7 @@ class Communicator:
             As all_gather_into_tensor. What rank i sends to j must be what j expects from i; the error names the pair.
         """
 
-        def build() -> Call:
+        def build() -> list[Call]:
             _check_pair(output, input)
             flat_in = _flat_input(input, output)
             flat_out, finish = _flat_output(output)
@@ -169,9 +181,272 @@ class Communicator:
                     f"this rank's part for itself has {sends[self._rank].numel()} elements in the input "
                     f"and {receives[self._rank].numel()} in the output"
                 )
-            return Call("", flat_in.dtype, sends, receives, finish=finish)
+            return [Call(dtype=flat_in.dtype, sends=sends, receives=receives, finish=finish)]
 
         return self._issue("all_to_all_single", build, async_op)
+
+    def all_gather(
+        self, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool = False
+    ) -> Work | None:
+        """Gather every rank's tensor into the tensors of a list, in rank order.
+
+        Args:
+            tensor_list: world size tensors with the elements of `tensor`, dtype of it, cpu, any layout.
+            tensor: any shape, cpu; the same number of elements on all ranks.
+            async_op: return a Work at once.
+
+        Returns, raises:
+            As all_gather_into_tensor.
+        """
+
+        def build() -> list[Call]:
+            outputs = self._check_list("tensor_list", tensor_list, tensor)
+            flat_in = _flat_input(tensor, *outputs)
+            slots, finish = _flat_outputs(outputs)
+            n = flat_in.numel()
+            return [
+                Call(
+                    dtype=flat_in.dtype,
+                    total_words=n,
+                    sends=[flat_in] * self._size,
+                    receives=slots,
+                    same_for_all=True,
+                    finish=finish,
+                )
+            ]
+
+        return self._issue("all_gather", build, async_op)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Work | None:
+        """Sum every rank's tensor in place; all ranks end with the same bits.
+
+        An ordered reduce-scatter of shards of ⌈n ÷ world size⌉ elements (the last may be shorter or empty), and an
+        all-gather of the sums: each element is what reduce_scatter_tensor gives it.
+
+        Args:
+            tensor: any shape, cpu; the same number of elements on all ranks. Undefined until done, and after an error.
+            op: as in reduce_scatter_tensor.
+            async_op: return a Work at once.
+
+        Returns, raises:
+            As reduce_scatter_tensor.
+        """
+
+        def build() -> list[Call]:
+            _check_pair(tensor, tensor)
+            spec = reduce_spec(op)
+            flat, finish = _flat_output(tensor)
+            if not tensor.is_contiguous():
+                flat.copy_(tensor.detach().reshape(-1))
+            n = flat.numel()
+            width = -(-n // self._size) if n else 0
+            bounds = [min(r * width, n) for r in range(self._size + 1)]
+            shards = [flat[a:b] for a, b in itertools.pairwise(bounds)]
+            why = self._why_native(spec, flat.dtype, width * flat.element_size())
+            if why:
+                native = Call(
+                    dtype=flat.dtype, total_words=n, sends=shards, spec=spec, native_reason=why, finish=finish
+                )
+                native.receives = [shards[self._rank]] * self._size
+                native.native = lambda group, timeout: all_reduce_native(group, flat, spec, timeout)
+                return [native, Call(dtype=flat.dtype, total_words=n)]
+            mine = shards[self._rank]
+            reduction = self._reduction(spec, shards, flat, mine)
+            gather = Call(
+                dtype=flat.dtype,
+                total_words=n,
+                sends=[mine] * self._size,
+                receives=shards,
+                same_for_all=True,
+                finish=finish,
+            )
+            return [reduction, gather]
+
+        return self._issue("all_reduce", build, async_op, stages=2)
+
+    def broadcast(
+        self, tensor: torch.Tensor, src: int | None = None, async_op: bool = False, group_src: int | None = None
+    ) -> Work | None:
+        """Give every rank the tensor of src.
+
+        Args:
+            tensor: read on src, written elsewhere; any shape, cpu; the same number of elements on all ranks.
+            src: global rank; or
+            group_src: rank of the group.
+            async_op: return a Work at once.
+
+        Returns, raises:
+            As all_gather_into_tensor.
+        """
+
+        def build() -> list[Call]:
+            root = self._root("src", src, group_src)
+            _check_pair(tensor, tensor)
+            nothing = torch.empty(0, dtype=tensor.dtype)
+            call = Call(dtype=tensor.dtype, total_words=tensor.numel(), root=root, same_for_all=True)
+            call.sends, call.receives = [nothing] * self._size, [nothing] * self._size
+            if self._rank == root:
+                flat = _flat_input(tensor)
+                call.sends = [nothing if r == root else flat for r in range(self._size)]
+            else:
+                call.receives[root], call.finish = _flat_output(tensor)
+            return [call]
+
+        return self._issue("broadcast", build, async_op)
+
+    def scatter(
+        self,
+        tensor: torch.Tensor,
+        scatter_list: Sequence[torch.Tensor] | None = None,
+        src: int | None = None,
+        async_op: bool = False,
+        group_src: int | None = None,
+    ) -> Work | None:
+        """Give rank r the tensor r of src's list.
+
+        Args:
+            tensor: output; any shape, cpu; the same number of elements on all ranks.
+            scatter_list: on src, world size tensors with the elements of `tensor`; None elsewhere.
+            src, group_src, async_op: as in broadcast.
+
+        Returns, raises:
+            As all_gather_into_tensor.
+        """
+
+        def build() -> list[Call]:
+            root = self._root("src", src, group_src)
+            _check_pair(tensor, tensor)
+            nothing = torch.empty(0, dtype=tensor.dtype)
+            call = Call(dtype=tensor.dtype, total_words=tensor.numel(), root=root)
+            call.sends, call.receives = [nothing] * self._size, [nothing] * self._size
+            call.receives[root], call.finish = _flat_output(tensor)
+            if self._rank == root:
+                inputs = self._check_list("scatter_list", scatter_list, tensor)
+                call.sends = [_flat_input(each, tensor) for each in inputs]
+            elif scatter_list:
+                raise InvalidArgument("scatter_list is for src alone; give None on other ranks")
+            return [call]
+
+        return self._issue("scatter", build, async_op)
+
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        gather_list: Sequence[torch.Tensor] | None = None,
+        dst: int | None = None,
+        async_op: bool = False,
+        group_dst: int | None = None,
+    ) -> Work | None:
+        """Gather every rank's tensor into dst's list, in rank order.
+
+        Args:
+            tensor: any shape, cpu; the same number of elements on all ranks.
+            gather_list: on dst, world size tensors with the elements of `tensor`; None elsewhere.
+            dst: global rank; or
+            group_dst: rank of the group.
+            async_op: return a Work at once.
+
+        Returns, raises:
+            As all_gather_into_tensor.
+        """
+
+        def build() -> list[Call]:
+            root = self._root("dst", dst, group_dst)
+            _check_pair(tensor, tensor)
+            nothing = torch.empty(0, dtype=tensor.dtype)
+            call = Call(dtype=tensor.dtype, total_words=tensor.numel(), root=root)
+            call.sends, call.receives = [nothing] * self._size, [nothing] * self._size
+            outputs: list[torch.Tensor] = []
+            if self._rank == root:
+                outputs = self._check_list("gather_list", gather_list, tensor)
+                call.receives, call.finish = _flat_outputs(outputs)
+            elif gather_list:
+                raise InvalidArgument("gather_list is for dst alone; give None on other ranks")
+            call.sends[root] = _flat_input(tensor, *outputs)
+            return [call]
+
+        return self._issue("gather", build, async_op)
+
+    # Point to point
+
+    def send(self, tensor: torch.Tensor, dst: int | None = None, tag: int = 0, group_dst: int | None = None) -> None:
+        """Send a tensor; returns once the receiver has it.
+
+        Messages of one sender, receiver and tag arrive in the order in which they were sent; others do not wait for
+        each other.
+
+        Args:
+            tensor: any shape, cpu.
+            dst: global rank, another than this; or
+            group_dst: rank of the group.
+            tag: 0 to 2**27 − 1.
+
+        Raises:
+            InvalidArgument: this rank's arguments are wrong; the receiver, if there is one, gets the same error.
+            PeerError: the receiver expects something else; on both.
+            RankTimeout, CorruptFrame: as in all_gather_into_tensor; on both.
+        """
+        self.isend(tensor, dst, tag, group_dst).wait()
+
+    def isend(self, tensor: torch.Tensor, dst: int | None = None, tag: int = 0, group_dst: int | None = None) -> Work:
+        """`send` that returns a Work at once; the tensor must not change until it is done."""
+        return self._point_to_point("dst", dst, group_dst, tag, lambda: _flat_input(tensor), tensor)
+
+    def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, group_src: int | None = None) -> int:
+        """Receive a tensor; returns the sender's global rank.
+
+        Args:
+            tensor: output; any shape, cpu; the elements and dtype that are sent.
+            src: global rank, another than this; or
+            group_src: rank of the group. A receive from any rank is refused: nobody could say whom it waits for.
+            tag: the sender's.
+
+        Raises:
+            As send.
+        """
+        self.irecv(tensor, src, tag, group_src).wait()
+        peer = self._root("src", src, group_src)
+        return peer if self._group is None else dist.get_global_rank(self._group, peer)
+
+    def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, group_src: int | None = None) -> Work:
+        """`recv` that returns a Work at once."""
+        return self._point_to_point("src", src, group_src, tag, lambda: _flat_output(tensor), tensor)
+
+    def batch_isend_irecv(self, p2p_op_list: Sequence[dist.P2POp]) -> list[Work]:
+        """Issue torch.distributed.P2POps of isend and irecv together; a Work for each, in the list's order.
+
+        Raises:
+            InvalidArgument: not a non-empty list of P2POps, or another operation in it.
+        """
+        if not p2p_op_list or not all(isinstance(op, dist.P2POp) for op in p2p_op_list):
+            raise InvalidArgument("batch_isend_irecv: p2p_op_list must be a list of torch.distributed.P2POp, not empty")
+        methods = {dist.isend: self.isend, dist.irecv: self.irecv}
+        return [methods[op.op](op.tensor, op.peer, op.tag) for op in p2p_op_list]
+
+    # Objects: never coded, straight through the group
+
+    def all_gather_object(self, object_list: list[Any], obj: Any) -> None:
+        """torch.distributed.all_gather_object on the group; no deadline but the group's own."""
+        dist.all_gather_object(object_list, obj, group=self._group)
+
+    def broadcast_object_list(self, object_list: list[Any], src: int | None = None, **kwargs: Any) -> None:
+        """torch.distributed.broadcast_object_list on the group."""
+        dist.broadcast_object_list(object_list, src, group=self._group, **kwargs)
+
+    def gather_object(self, obj: Any, object_gather_list: list[Any] | None = None, dst: int | None = None) -> None:
+        """torch.distributed.gather_object on the group."""
+        dist.gather_object(obj, object_gather_list, dst, group=self._group)
+
+    def scatter_object_list(
+        self, output_list: list[Any], input_list: list[Any] | None = None, src: int | None = None
+    ) -> None:
+        """torch.distributed.scatter_object_list on the group."""
+        dist.scatter_object_list(output_list, input_list, src, group=self._group)
+
+    all_gather_single = all_gather_into_tensor
+    reduce_scatter_single = reduce_scatter_tensor
+
+    # Meeting and parting
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Return once every rank has come here.
@@ -179,7 +454,7 @@ class Communicator:
         Returns, raises:
             As all_gather_into_tensor.
         """
-        return self._issue("barrier", lambda: Call(""), async_op)
+        return self._issue("barrier", lambda: [Call()], async_op)
 
     def close(self) -> None:
         """Finish every call under way, meet the other ranks, and free connections and the progress thread.
@@ -196,13 +471,15 @@ class Communicator:
         self._closed = True
         try:
             if self._exchange.broken is None:
-                self._submit("close", lambda: Call("")).wait()
+                self._submit("close", lambda: [Call()]).wait()
         finally:
+            self._channels.stop(self._policy.timeout_s)
             self._exchange.stop(self._policy.timeout_s)
 
     def __del__(self) -> None:
         exchange = getattr(self, "_exchange", None)
         if exchange is not None and not self._closed:
+            self._channels.stop(0)
             exchange.stop(0)
 
     # What it did
@@ -230,25 +507,92 @@ class Communicator:
 
     # How
 
-    def _issue(self, operation: str, build: Callable[[], Call], async_op: bool) -> Work | None:
+    def _issue(self, operation: str, build: Callable[[], list[Call]], async_op: bool, stages: int = 1) -> Work | None:
+        """Build and submit the `stages` calls of an operation; wait for them unless async_op."""
         if self._closed:
             raise InvalidArgument(f"{operation}: this Communicator is closed; make another")
-        work = self._submit(operation, build)
+        work = self._submit(operation, build, stages)
         if async_op:
             return work
         work.wait()
         return None
 
-    def _submit(self, operation: str, build: Callable[[], Call]) -> Work:
+    def _submit(self, operation: str, build: Callable[[], list[Call]], stages: int = 1) -> Work:
         try:
-            call = build()
+            calls = build()
         except Exception as exc:  # InvalidArgument, or torch's own dislike of an argument
-            # The peers wait for this rank's record: tell them, and raise with them what the verdict says.
+            # The peers wait for this rank's records: tell them, and raise with them what the verdict says.
             invalid = InvalidArgument(f"{operation}: {exc} (on rank {self._rank} of {self._size})")
-            self._exchange.submit(Call(operation, invalid=invalid)).wait()
-            raise invalid from exc  # the verdict was another rank's: not reached
-        call.operation = operation
-        return self._exchange.submit(call)
+            self._exchange.submit(*[Call(operation, invalid=invalid) for _ in range(stages)]).wait()
+            raise invalid from exc  # not reached: the verdict holds an error, this one or a lower rank's
+        for stage, call in enumerate(calls):
+            call.operation, call.stage = operation, stage
+        return self._exchange.submit(*calls)
+
+    def _root(self, name: str, rank: int | None, group_rank: int | None) -> int:
+        """The group rank of a src or dst given as global or as group rank."""
+        if (rank is None) == (group_rank is None):
+            raise InvalidArgument(f"give {name} (a global rank) or group_{name} (a rank of the group), and not both")
+        if group_rank is None:
+            assert rank is not None
+            members = range(self._size) if self._group is None else dist.get_process_group_ranks(self._group)
+            if rank not in members:
+                raise InvalidArgument(f"{name} must be one of the group's ranks {list(members)}, got {rank}")
+            group_rank = list(members).index(rank)
+        if not 0 <= group_rank < self._size:
+            raise InvalidArgument(f"group_{name} must be 0 to {self._size - 1}, got {group_rank}")
+        return group_rank
+
+    def _check_list(self, name: str, tensors: Sequence[torch.Tensor] | None, like: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors of a list: one a rank, each with the dtype and elements of `like`."""
+        if tensors is None or len(tensors) != self._size:
+            came = "None" if tensors is None else f"{len(tensors)}"
+            raise InvalidArgument(f"{name} must have one tensor a rank, {self._size}, got {came}")
+        for each in tensors:
+            _check_pair(each, like)
+            if each.numel() != like.numel():
+                raise InvalidArgument(f"{name}: every tensor must have {like.numel()} elements, got {each.numel()}")
+        return list(tensors)
+
+    def _point_to_point(
+        self,
+        name: str,
+        rank: int | None,
+        group_rank: int | None,
+        tag: int,
+        flatten: Callable[[], Any],
+        tensor: torch.Tensor,
+    ) -> Work:
+        if self._closed:
+            raise InvalidArgument("point_to_point: this Communicator is closed; make another")
+        peer = self._root(name, rank, group_rank)
+        if peer == self._rank:
+            raise InvalidArgument(f"{name} must be another rank than this, {peer}")
+        if not isinstance(tag, int) or not 0 <= tag < TAGS:
+            raise InvalidArgument(f"tag must be 0 to {TAGS - 1}, got {tag!r}")
+        call = Call("point_to_point")
+        try:
+            _check_pair(tensor, tensor)
+            flat = flatten()
+        except Exception as exc:
+            call.invalid = InvalidArgument(f"{'send' if name == 'dst' else 'recv'}: {exc} (on rank {self._rank})")
+        else:
+            if name == "dst":
+                call.dtype, call.sends = flat.dtype, [flat]
+            else:
+                (call.receives, call.finish), call.dtype = ([flat[0]], flat[1]), flat[0].dtype
+        return self._channels.submit(call, peer, tag, is_sender=name == "dst")
+
+    def _why_native(self, spec: ReduceSpec, dtype: torch.dtype, raw_bytes: int) -> str:
+        """Why a reduction is the backend's own; empty if it is the ordered sum."""
+        name = dtype_text(dtype)
+        if not spec.ordered:
+            return f"{spec.name} is the backend's own reduction"
+        if name not in DTYPES:
+            return f"{name} is not coded, and reduced by the backend"
+        if self._policy.reduction == "native" and not self._policy.codes(name, raw_bytes):
+            return 'reduction="native", and the call is not coded'
+        return ""
 
     def _reduction(
         self,
@@ -256,31 +600,23 @@ class Communicator:
         shards: list[torch.Tensor],
         flat_in: torch.Tensor,
         flat_out: torch.Tensor,
-        finish: Callable[[], None],
+        finish: Callable[[], None] = lambda: None,
     ) -> Call:
-        name = dtype_text(flat_in.dtype)
-        raw_bytes = shards[0].numel() * shards[0].element_size()
-        why = ""
-        if not spec.ordered:
-            why = f"{spec.name} is the backend's own reduction"
-        elif name not in DTYPES:
-            why = f"{name} is not coded, and reduced by the backend"
-        elif self._policy.reduction == "native" and not self._policy.codes(name, raw_bytes):
-            why = 'reduction="native", and the call is not coded'
+        """Send every rank its shard, and sum what comes into flat_out."""
+        call = Call(dtype=flat_in.dtype, total_words=flat_in.numel(), sends=shards, spec=spec, finish=finish)
+        why = self._why_native(spec, flat_in.dtype, shards[0].numel() * shards[0].element_size())
         if why:
-
-            def native(group: Any, timeout: timedelta) -> None:
-                _reduce_scatter_native(group, flat_out, flat_in, spec, timeout)
-
-            return Call("", flat_in.dtype, shards, shards, spec=spec, native=native, native_reason=why, finish=finish)
-
-        terms = [torch.empty_like(shard) for shard in shards]
+            call.receives, call.native_reason = [flat_out] * self._size, why
+            call.native = lambda group, timeout: reduce_scatter_native(group, flat_out, flat_in, spec, timeout)
+            return call
+        terms = call.receives = [torch.empty_like(flat_out) for _ in shards]
 
         def reduce_and_finish() -> None:
             ordered_sum([patterns(term) for term in terms], spec, patterns(flat_out))
             finish()
 
-        return Call("", flat_in.dtype, shards, terms, spec=spec, finish=reduce_and_finish)
+        call.finish = reduce_and_finish
+        return call
 
 
 def _check_pair(output: torch.Tensor, input: torch.Tensor) -> None:
@@ -299,10 +635,10 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0 and b.numel() > 0
 
 
-def _flat_input(input: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """The input in logical order, as it is now: a copy if it is strided or shares memory with the output."""
+def _flat_input(input: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
+    """The input in logical order, as it is now: a copy if it is strided or shares memory with an output."""
     flat = input.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.clone() if _overlap(flat, output) else flat
+    return flat.clone() if any(_overlap(flat, output) for output in outputs) else flat
 
 
 def _flat_output(output: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
@@ -312,6 +648,17 @@ def _flat_output(output: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]
         return target.reshape(-1), lambda: None
     flat = torch.empty(target.numel(), dtype=target.dtype)
     return flat, lambda: _scatter_back(target, flat)
+
+
+def _flat_outputs(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
+    """Flat tensors to fill, and what brings them into those of the outputs that are strided."""
+    flats, backs = zip(*map(_flat_output, outputs), strict=True)
+
+    def finish() -> None:
+        for back in backs:
+            back()
+
+    return list(flats), finish
 
 
 def _scatter_back(target: torch.Tensor, flat: torch.Tensor) -> None:
@@ -334,14 +681,3 @@ def _split(
         )
     row_words = flat.numel() // rows if rows else 0
     return list(torch.split(flat, [size * row_words for size in sizes]))
-
-
-def _reduce_scatter_native(
-    group: Any, output: torch.Tensor, input: torch.Tensor, spec: ReduceSpec, timeout: timedelta
-) -> None:
-    options = dist.ReduceScatterOptions()
-    options.reduceOp = spec.torch_op
-    options.timeout = timeout
-    # The backend's method was renamed in torch 2.13; a build has one name or both.
-    method = getattr(group, "_reduce_scatter_base", None) or group.reduce_scatter_single
-    method(output, input, options).wait(timeout)

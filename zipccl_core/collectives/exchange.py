@@ -18,52 +18,28 @@ import logging
 import queue
 import threading
 import time
-import zlib
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from ..codebook import Codebook
-from ..codec import exponent_histogram
-from ..codec.cpu import decode_into, encode_into
 from ..errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
-from ..frame import FORMAT_VERSION, max_frame_bytes, parse_header, static_bytes
-from ..policy.switch import Decision, Policy, explain, prefix_bytes
+from ..frame import FORMAT_VERSION
+from ..policy.switch import Decision, Policy, explain
 from .board import Board
+from .message import Incoming, Message, as_tensor, dtype_text, encode_message
 from .reduce import ReduceSpec
-from .wire import ALL_RANKS, CallRecord, Envelope, Verdict
+from .wire import ALL_RANKS, CallRecord, Verdict
 
 log = logging.getLogger("zipccl")
 
 _RECORD_TAG, _VERDICT_TAG, _DATA_TAG = 1, 2, 3
 _TAGS = 1 << 30
 _GRACE_S = 1.0
-_CODED = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
-_SAME_WIDTH = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
-
-
-def patterns(flat: torch.Tensor) -> NDArray[Any]:
-    """The elements of a contiguous 1-D CPU tensor as unsigned patterns; no copy."""
-    return flat.view(_SAME_WIDTH[flat.dtype]).numpy().view(_CODED[flat.dtype])
-
-
-def raw_view(flat: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous 1-D CPU tensor of any dtype; no copy."""
-    if flat.is_complex():
-        flat = torch.view_as_real(flat).reshape(-1)
-    return flat.view(torch.uint8)
-
-
-def dtype_text(dtype: torch.dtype) -> str:
-    """The dtype's name without "torch."."""
-    return str(dtype).removeprefix("torch.")
 
 
 @dataclass
@@ -73,6 +49,8 @@ class Call:
     Attributes:
         operation: method name.
         dtype: of all tensors.
+        total_words: elements of the whole call where all ranks must have the same number, else 0.
+        root: group rank that all must name alike, -1 if the operation has none.
         sends: [rank] → flat contiguous tensor for that rank; the own rank's entry is copied, never encoded.
         receives: [rank] → flat contiguous tensor to fill with that rank's elements.
         same_for_all: all peers get the same message, so it is encoded once.
@@ -80,10 +58,13 @@ class Call:
         native: runs the backend's own collective instead of a data exchange; returns after it is done.
         finish: puts the result where the caller wants it, after all has been received.
         invalid: why this rank's arguments were refused, None if they were not.
+        stage: 0, or more for the later calls of one that takes several; counted once.
     """
 
-    operation: str
+    operation: str = ""
     dtype: torch.dtype | None = None
+    total_words: int = 0
+    root: int = -1
     sends: list[torch.Tensor] = field(default_factory=list)
     receives: list[torch.Tensor] = field(default_factory=list)
     same_for_all: bool = False
@@ -92,6 +73,7 @@ class Call:
     native_reason: str = ""
     finish: Callable[[], None] = lambda: None
     invalid: InvalidArgument | None = None
+    stage: int = 0
     sequence: int = -1
     heard: dict[int, set[int]] = field(default_factory=lambda: {_RECORD_TAG: set(), _VERDICT_TAG: set()})
     record_sends: list[Any] = field(default_factory=list)
@@ -111,73 +93,52 @@ class Call:
             self.spec.factor_bits if self.spec else 0,
             self.sends[peer].numel() if self.sends else 0,
             self.receives[peer].numel() if self.receives else 0,
+            self.total_words,
+            self.root,
             self.invalid is None,
         )
 
 
 class Work:
-    """A call under way, with the methods of torch's Work. Dropping it changes nothing: the call goes on."""
+    """One or more calls under way, with the methods of torch's Work. Dropping it changes nothing: they go on."""
 
-    def __init__(self, call: Call) -> None:
-        self._call = call
+    def __init__(self, calls: Sequence[Call]) -> None:
+        self._calls = calls
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the call is done; True, or the error that all ranks raise.
+        """Block until all is done; True, or the error that all ranks raise.
 
         Args:
             timeout: how long to wait; the policy's deadline if None.
 
         Raises:
-            RankTimeout: the call is still under way after `timeout`; it goes on.
-            ZipcclError: the call failed, in the same way on all ranks.
+            RankTimeout: still under way after `timeout`; it goes on.
+            ZipcclError: failed, in the same way on all ranks.
         """
-        if not self._call.done.wait(None if timeout is None else timeout.total_seconds()):
-            raise RankTimeout(
-                f"{self._call.operation} #{self._call.sequence} is still under way after {timeout}; wait() again"
-            )
-        if self._call.error is not None:
-            raise _again(self._call.error)
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        for call in self._calls:
+            if not call.done.wait(None if deadline is None else max(deadline - time.monotonic(), 0)):
+                raise RankTimeout(f"{title(call)} is still under way after {timeout}; wait() again")
+        if (error := self.exception()) is not None:
+            raise again(error)
         return True
 
     def is_completed(self) -> bool:
-        """Whether the call is done, well or not; never blocks."""
-        return self._call.done.is_set()
+        """Whether all is done, well or not; never blocks."""
+        return all(call.done.is_set() for call in self._calls)
 
     def is_success(self) -> bool:
-        """Whether the call is done without an error."""
-        return self._call.done.is_set() and self._call.error is None
+        """Whether all is done without an error."""
+        return self.is_completed() and self.exception() is None
 
     def exception(self) -> ZipcclError | None:
-        """The error of a call that is done, else None."""
-        return self._call.error
+        """The first error of the calls that are done, else None."""
+        return next((call.error for call in self._calls if call.error is not None), None)
 
 
-def _again(error: ZipcclError) -> ZipcclError:
+def again(error: ZipcclError) -> ZipcclError:
     """A fresh error of the same kind and text: an exception object must not be raised in two threads."""
     return type(error)(*error.args)
-
-
-@dataclass
-class _Message:
-    """An encoded or plain message: one buffer, sent as phase one and, if the prefix overflows, phase two."""
-
-    phase_one: torch.Tensor
-    phase_two: torch.Tensor | None
-    coded: bool
-    escapes: int = 0
-
-
-@dataclass
-class _Arrival:
-    """What one peer's message is received into."""
-
-    src: int
-    buffer: torch.Tensor
-    work: Any
-    coded: bool
-    words: int
-    split: int  # bytes of phase one
-    envelope: Envelope | None = None
 
 
 class Exchange:
@@ -199,6 +160,7 @@ class Exchange:
         self._sequence = 0
         self._stopped = False
         self._lock = threading.Lock()
+        self._books_lock = threading.Lock()
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._stash: dict[int, dict[int, deque[bytes]]] = {
             tag: {p: deque() for p in self._peers} for tag in (_RECORD_TAG, _VERDICT_TAG)
@@ -215,22 +177,28 @@ class Exchange:
 
     # The caller's thread
 
-    def submit(self, call: Call) -> Work:
-        """Number a call, tell every peer of it, and hand it to the progress thread."""
+    def submit(self, *calls: Call) -> Work:
+        """Number calls, tell every peer of them, and hand them to the progress thread; nothing comes between them."""
         with self._lock:
-            if self.broken is not None:
-                raise _again(self.broken)
-            if self._stopped:
-                raise InvalidArgument(f"{call.operation}: this Communicator is closed; make another")
-            call.sequence = self._sequence
-            self._sequence += 1
-            try:
-                for peer in self._peers:
-                    self._send("control", call.record_for(self.rank, peer).pack(), peer, _RECORD_TAG, call.record_sends)
-            except (RuntimeError, KeyError) as exc:  # KeyError: the groups went just now; `broken` says why
-                call.send_failure = exc
-            self._calls.put(call)
-        return Work(call)
+            self.check_open(calls[0].operation)
+            for call in calls:
+                call.sequence = self._sequence
+                self._sequence += 1
+                try:
+                    for peer in self._peers:
+                        record = call.record_for(self.rank, peer).pack()
+                        call.record_sends.append(self.send("control", record, peer, _RECORD_TAG))
+                except (RuntimeError, KeyError) as exc:  # KeyError: the groups went just now; `broken` says why
+                    call.send_failure = exc
+                self._calls.put(call)
+        return Work(calls)
+
+    def check_open(self, operation: str) -> None:
+        """Raise what finished this Communicator, if anything did."""
+        if self.broken is not None:
+            raise again(self.broken)
+        if self._stopped:
+            raise InvalidArgument(f"{operation}: this Communicator is closed; make another")
 
     def stop(self, timeout_s: float) -> None:
         """End the progress thread after the calls it has; waits at most timeout_s."""
@@ -248,10 +216,10 @@ class Exchange:
             try:
                 self._execute(call)
             except ZipcclError as exc:
-                call.error = _again(exc)  # without the traceback, which holds on to the buffers
+                call.error = again(exc)  # without the traceback, which holds on to the buffers
             except BaseException as exc:  # a waiter must never be left hanging, whatever went wrong here
-                call.error = self._give_up(
-                    PeerError(f"rank {self.rank} failed in {_title(call)}: {type(exc).__name__}: {exc}"), exc
+                call.error = self.give_up(
+                    PeerError(f"rank {self.rank} failed in {title(call)}: {type(exc).__name__}: {exc}"), exc
                 )
             finally:
                 call.finish = lambda: None  # let go of the caller's tensors
@@ -262,10 +230,10 @@ class Exchange:
 
     def _execute(self, call: Call) -> None:
         if self.broken is not None:
-            raise _again(self.broken)
+            raise again(self.broken)
         deadline = time.monotonic() + self.policy.timeout_s
         if call.send_failure is not None:
-            raise self._transport_failed(call, call.send_failure, self._peers)
+            raise self.transport_failed(title(call), call.send_failure, self._peers)
         transfers: list[Any] = []
         verdict = Verdict(call.sequence, self.rank)
         try:
@@ -289,7 +257,7 @@ class Exchange:
     def _exchange(self, call: Call, deadline: float, transfers: list[Any]) -> None:
         """Records, phase one, phase two; _Refused if something that came is wrong."""
         messages = self._encode(call)
-        arrivals: list[_Arrival] = []
+        arrivals: list[tuple[Incoming, Any]] = []
         complaint: _Refused | None = None
         all_valid = call.invalid is None
         for _ in self._peers:
@@ -297,25 +265,25 @@ class Exchange:
             try:
                 record = CallRecord.parse(data)
             except ZipcclError as exc:
-                raise _Refused(type(exc)(f"{_title(call)}: from rank {src} to rank {self.rank}: {exc}"), True) from None
+                raise _Refused(type(exc)(f"{title(call)}: from rank {src} to rank {self.rank}: {exc}"), True) from None
             all_valid = all_valid and record.valid
             if call.invalid is not None or not record.valid:
                 continue
             wrong = call.record_for(self.rank, src).disagreement(record)
             if wrong:
-                wrong = f"{_title(call)}: {wrong}; call it alike on all ranks"
+                wrong = f"{title(call)}: {wrong}; call it alike on all ranks"
                 # A rank that closes makes no further call: the others cannot go on either.
                 closes = "close" in (call.operation, record.operation)
                 complaint = complaint or _Refused(PeerError(wrong), closes)
             elif call.native is None:
                 self._post(call, src, messages, arrivals, transfers)
-        for arrival in arrivals:
-            self._wait(call, arrival.work, deadline, [arrival.src])
-            complaint = self._open(call, arrival) or complaint
-        for arrival in arrivals:
-            if arrival.envelope is not None and arrival.work is not None:
-                self._wait(call, arrival.work, deadline, [arrival.src])
-                complaint = self._unpack(call, arrival) or complaint
+        overflows: list[tuple[Incoming, Any]] = []
+        for incoming, work in arrivals:
+            self._wait(call, work, deadline, [incoming.src])
+            complaint = self._open(call, incoming, overflows) or complaint
+        for incoming, work in overflows:
+            self._wait(call, work, deadline, [incoming.src])
+            complaint = self._unpack(call, incoming) or complaint
         if complaint is not None:
             raise complaint
         if not all_valid:
@@ -326,9 +294,9 @@ class Exchange:
             call.receives[self.rank].copy_(call.sends[self.rank])
         self._account(call, messages)
 
-    def _encode(self, call: Call) -> dict[int, _Message]:
+    def _encode(self, call: Call) -> dict[int, Message]:
         """Every message this rank will send: peer → message; one object for all peers if they get the same."""
-        messages: dict[int, _Message] = {}
+        messages: dict[int, Message] = {}
         if call.native is not None or call.invalid is not None:
             return messages
         for peer in self._peers if call.sends else []:
@@ -337,112 +305,45 @@ class Exchange:
             if call.same_for_all and messages:
                 messages[peer] = next(iter(messages.values()))
             else:
-                messages[peer] = self._encode_one(call, peer)
+                dst = ALL_RANKS if call.same_for_all else peer
+                messages[peer] = encode_message(self.policy, call.sends[peer], call.sequence, self.rank, dst)
         return messages
 
-    def _encode_one(self, call: Call, peer: int) -> _Message:
-        flat = call.sends[peer]
-        raw = raw_view(flat)
-        dst = ALL_RANKS if call.same_for_all else peer
-        head = Envelope.BYTES
-        dtype = dtype_text(flat.dtype)
-        if not self.policy.codes(dtype, raw.numel()):
-            buffer = torch.empty(head + raw.numel(), dtype=torch.uint8)
-            buffer[head:] = raw
-            check = zlib.crc32(buffer[head:].numpy().data)
-            envelope = Envelope(call.sequence, self.rank, dst, False, raw.numel(), check)
-            buffer[:head] = _tensor(envelope.pack())
-            return _Message(buffer, None, False)
-        n = flat.numel()
-        buffer = torch.empty(head + max_frame_bytes(n, dtype), dtype=torch.uint8)
-        codebook = self._codebook(flat)
-        header = encode_into(patterns(flat), codebook, buffer[head:].numpy())
-        split = head + static_bytes(n) + prefix_bytes(self.policy, n, dtype)
-        end = head + header.frame_bytes
-        buffer[end:split].zero_()  # what the prefix has room for beyond the frame
-        envelope = Envelope(call.sequence, self.rank, dst, True, header.frame_bytes, header.digest)
-        buffer[:head] = _tensor(envelope.pack())
-        return _Message(buffer[:split], buffer[split:end] if end > split else None, True, header.escapes)
-
-    def _codebook(self, flat: torch.Tensor) -> Codebook:
-        chosen = self.policy.codebook
-        if isinstance(chosen, Codebook):
-            return chosen
-        histogram = exponent_histogram(flat).tolist()
-        return Codebook.fitted(histogram) if chosen == "fitted" else Codebook.gaussian_of_histogram(histogram)
-
     def _post(
-        self, call: Call, peer: int, messages: dict[int, _Message], arrivals: list[_Arrival], transfers: list[Any]
+        self,
+        call: Call,
+        peer: int,
+        messages: dict[int, Message],
+        arrivals: list[tuple[Incoming, Any]],
+        transfers: list[Any],
     ) -> None:
         """Post phase one to and from a peer whose record agrees, and phase two to it if the prefix overflowed."""
         tag = _DATA_TAG + call.sequence % _TAGS
         if (message := messages.get(peer)) is not None:
-            transfers.append((peer, self._groups["data"].send([message.phase_one], peer, tag)))
-            if message.phase_two is not None:
-                transfers.append((peer, self._groups["phase_two"].send([message.phase_two], peer, tag)))
-        if call.receives and (n := call.receives[peer].numel()):
-            raw_bytes = raw_view(call.receives[peer]).numel()
-            dtype = dtype_text(call.receives[peer].dtype)
-            coded = self.policy.codes(dtype, raw_bytes)
-            whole = Envelope.BYTES + (max_frame_bytes(n, dtype) if coded else raw_bytes)
-            split = Envelope.BYTES + static_bytes(n) + prefix_bytes(self.policy, n, dtype) if coded else whole
-            buffer = torch.empty(whole, dtype=torch.uint8)
-            work = self._groups["data"].recv([buffer[:split]], peer, tag)
-            arrivals.append(_Arrival(peer, buffer, work, coded, n, split))
+            transfers += [(peer, work) for work in self.send_message(message, peer, tag)]
+        if call.receives and call.receives[peer].numel():
+            incoming = Incoming(self.policy, call.receives[peer], call.sequence, peer, self.rank)
+            arrivals.append((incoming, self.recv("data", incoming.phase_one, peer, tag)))
 
-    def _open(self, call: Call, arrival: _Arrival) -> _Refused | None:
-        """Check the envelope of a message whose phase one is here; post its phase two, or unpack it at once."""
-        arrival.work = None
+    def _open(self, call: Call, incoming: Incoming, overflows: list[tuple[Incoming, Any]]) -> _Refused | None:
+        """Look at a message whose phase one is here: unpack it, or post its phase two."""
         try:
-            envelope = Envelope.parse(arrival.buffer[: Envelope.BYTES].numpy().tobytes())
-            self._check_envelope(call, arrival, envelope)
+            rest = incoming.open()
         except CorruptFrame as exc:
             # Without a size to believe, a phase two cannot be received, so the sender may be left with it.
-            return _Refused(CorruptFrame(f"{self._where(call, arrival)}: {exc}"), arrival.coded)
-        arrival.envelope = envelope
-        end = Envelope.BYTES + envelope.payload_bytes
-        if end <= arrival.split:
-            return self._unpack(call, arrival)
+            return _Refused(CorruptFrame(f"{self._where(call, incoming)}: {exc}"), incoming.coded)
+        if rest is None:
+            return self._unpack(call, incoming)
         tag = _DATA_TAG + call.sequence % _TAGS
-        arrival.work = self._groups["phase_two"].recv([arrival.buffer[arrival.split : end]], arrival.src, tag)
+        overflows.append((incoming, self.recv("phase_two", rest, incoming.src, tag)))
         return None
 
-    def _check_envelope(self, call: Call, arrival: _Arrival, envelope: Envelope) -> None:
-        wanted = (call.sequence, arrival.src, arrival.coded)
-        came = (envelope.sequence, envelope.src, envelope.coded)
-        if came != wanted or envelope.dst not in (self.rank, ALL_RANKS):
-            raise CorruptFrame(
-                f"message of another exchange: wanted (sequence, src, coded) = {wanted} for rank {self.rank}, "
-                f"got {came} for rank {envelope.dst}"
-            )
-        flat = call.receives[arrival.src]
-        low = static_bytes(arrival.words) if arrival.coded else raw_view(flat).numel()
-        high = arrival.buffer.numel() - Envelope.BYTES
-        if not low <= envelope.payload_bytes <= high:
-            raise CorruptFrame(f"payload_bytes must be {low} to {high}, got {envelope.payload_bytes}")
-
-    def _unpack(self, call: Call, arrival: _Arrival) -> _Refused | None:
-        """Decode or copy a message that is here whole, and verify its digest."""
-        assert arrival.envelope is not None
-        arrival.work = None
-        envelope, flat = arrival.envelope, call.receives[arrival.src]
-        payload = arrival.buffer[Envelope.BYTES : Envelope.BYTES + envelope.payload_bytes].numpy()
+    def _unpack(self, call: Call, incoming: Incoming) -> _Refused | None:
+        """Decode or copy a message that is here whole, and verify it."""
         try:
-            if arrival.coded:
-                header = parse_header(payload.data, arrival.buffer.numel() - Envelope.BYTES)
-                if (header.frame_bytes, header.digest) != (envelope.payload_bytes, envelope.digest):
-                    raise CorruptFrame(
-                        f"frame of {header.frame_bytes} bytes with digest {header.digest:#018x} does not match its "
-                        f"envelope's {envelope.payload_bytes} bytes and {envelope.digest:#018x}: stale or swapped"
-                    )
-                decode_into(payload, patterns(flat))
-            else:
-                check = zlib.crc32(payload.data)
-                if check != envelope.digest:
-                    raise CorruptFrame(f"CRC-32 of the elements must be {envelope.digest:#x}, got {check:#x}")
-                raw_view(flat).numpy()[:] = payload
+            incoming.unpack()
         except ZipcclError as exc:
-            return _Refused(type(exc)(f"{self._where(call, arrival)}: {exc}"), False)
+            return _Refused(type(exc)(f"{self._where(call, incoming)}: {exc}"), False)
         return None
 
     def _run_native(self, call: Call, deadline: float) -> None:
@@ -451,20 +352,20 @@ class Exchange:
             call.native(self._groups["native"], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as exc:
             if "imed out" in str(exc) or "onnection" in str(exc):
-                raise self._transport_failed(call, exc, self._peers) from exc
-            raise _Refused(InvalidArgument(f"{_title(call)}: the backend refuses it: {exc}"), False) from exc
+                raise self.transport_failed(title(call), exc, self._peers) from exc
+            raise _Refused(InvalidArgument(f"{title(call)}: the backend refuses it: {exc}"), False) from exc
 
     def _share_verdict(self, call: Call, verdict: Verdict, deadline: float) -> list[Verdict]:
         """All ranks' verdicts on a call, in rank order."""
         packed = verdict.pack()
         verdicts = {self.rank: Verdict.parse(packed)}  # as the peers read it
         for peer in self._peers:
-            self._send("control", packed, peer, _VERDICT_TAG, call.record_sends)
+            call.record_sends.append(self.send("control", packed, peer, _VERDICT_TAG))
         for _ in self._peers:
             src, data = self._next_control(call, _VERDICT_TAG, Verdict.BYTES, deadline)
             verdicts[src] = Verdict.parse(data)
             if verdicts[src].sequence != call.sequence:
-                raise PeerError(f"{_title(call)}: rank {src} speaks of call #{verdicts[src].sequence}")
+                raise PeerError(f"{title(call)}: rank {src} speaks of call #{verdicts[src].sequence}")
         return [verdicts[r] for r in range(self.size)]
 
     def _next_control(self, call: Call, tag: int, size: int, deadline: float) -> tuple[int, bytes]:
@@ -483,23 +384,39 @@ class Exchange:
 
     # Waiting, and giving up
 
-    def _send(self, group: str, data: bytes, peer: int, tag: int, keep: list[Any]) -> None:
-        tensor = _tensor(data)
-        keep.append(_Kept(self._groups[group].send([tensor], peer, tag), tensor))
+    def send(self, group: str, data: bytes, peer: int, tag: int) -> Any:
+        """Post bytes to a peer on one of the groups; a Work that keeps them alive."""
+        tensor = as_tensor(data)
+        return _Kept(self._groups[group].send([tensor], peer, tag), tensor)
+
+    def recv(self, group: str, buffer: torch.Tensor, peer: int, tag: int) -> Any:
+        """Post a receive from a peer on one of the groups; a Work."""
+        return self._groups[group].recv([buffer], peer, tag)
+
+    def send_message(self, message: Message, peer: int, tag: int) -> list[Any]:
+        """Post both phases of a message; a Work for each."""
+        works = [_Kept(self._groups["data"].send([message.phase_one], peer, tag), message.phase_one)]
+        if message.phase_two is not None:
+            works.append(_Kept(self._groups["phase_two"].send([message.phase_two], peer, tag), message.phase_two))
+        return works
 
     def _wait(self, call: Call, work: Any, deadline: float, waiting_for: list[int]) -> None:
-        """Wait for a transfer until the deadline; the agreed fatal error if it does not come."""
+        self.wait_until(deadline, work, title(call), waiting_for)
+
+    def wait_until(self, deadline: float, work: Any, what: str, waiting_for: list[int]) -> None:
+        """Wait for a transfer until the deadline (of time.monotonic); the agreed fatal error if it does not come."""
         try:
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as exc:
-            raise self._transport_failed(call, exc, waiting_for) from exc
+            raise self.transport_failed(what, exc, waiting_for) from exc
 
-    def _transport_failed(self, call: Call, exc: BaseException, ranks: list[int]) -> ZipcclError:
+    def transport_failed(self, what: str, exc: BaseException, ranks: list[int]) -> ZipcclError:
+        """What to raise after a transfer failed: the error that some rank has published, or a new one."""
         names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
         if "imed out" in str(exc):
-            return self._give_up(
+            return self.give_up(
                 RankTimeout(
-                    f"{_title(call)}: {names} of {self.size} did not arrive within {self.policy.timeout_s:g} s; "
+                    f"{what}: {names} of {self.size} did not arrive within {self.policy.timeout_s:g} s; "
                     "see what kept it, or raise Policy(timeout_s=…)"
                 ),
                 exc,
@@ -508,11 +425,12 @@ class Exchange:
         published = self._board.published(_GRACE_S)
         if published is not None:
             return self._break(published)
-        return self._give_up(
-            PeerError(f"{_title(call)}: lost the connection while waiting for {names}: {exc}; see whether it died"), exc
+        return self.give_up(
+            PeerError(f"{what}: lost the connection while waiting for {names}: {exc}; see whether it died"), exc
         )
 
-    def _give_up(self, error: ZipcclError, cause: BaseException) -> ZipcclError:
+    def give_up(self, error: ZipcclError, cause: BaseException) -> ZipcclError:
+        """Finish the Communicator with an error, or with the one that was published before it; returns that."""
         log.debug("rank %d gives up: %s", self.rank, error, exc_info=cause)
         return self._break(self._board.settle(error))
 
@@ -520,42 +438,51 @@ class Exchange:
         """No call can follow; peers that wait for this rank notice by its closed connections."""
         self.broken = error
         self._groups.clear()
-        return _again(error)
+        return again(error)
 
     # Books
 
-    def _where(self, call: Call, arrival: _Arrival) -> str:
-        return f"{_title(call)}: message from rank {arrival.src} to rank {self.rank}"
+    def _where(self, call: Call, incoming: Incoming) -> str:
+        return f"{title(call)}: message from rank {incoming.src} to rank {self.rank}"
 
-    def _account(self, call: Call, messages: dict[int, _Message]) -> None:
-        books = self.stats.setdefault(call.operation, Counter())
-        coded = 0
-        largest = 0
-        for peer, message in messages.items():
-            raw = raw_view(call.sends[peer]).numel()
-            largest = max(largest, raw)
-            coded += message.coded
-            books["raw_bytes"] += raw
-            books["sent_bytes"] += message.phase_one.numel()
-            if message.phase_two is not None:
-                books["sent_bytes"] += message.phase_two.numel()
-                books["phase_two_messages"] += 1
-            if message.coded:
-                books["coded_words"] += call.sends[peer].numel()
-                books["escapes"] += message.escapes
-        if call.native is not None:
-            raw = sum(raw_view(call.sends[peer]).numel() for peer in self._peers)
-            books["raw_bytes"] += raw
-            books["sent_bytes"] += raw
-        books["calls"] += 1
+    def _account(self, call: Call, messages: dict[int, Message]) -> None:
         if not call.sends:
+            self.count(call.operation, [], calls=1)
             return
         dtype = dtype_text(call.dtype) if call.dtype else ""
+        coded = sum(message.coded for message in messages.values())
+        largest = max((message.raw_bytes for message in messages.values()), default=0)
         reason = call.native_reason or explain(self.policy, dtype, coded, len(messages), largest)
-        call.decision = Decision("compressed" if coded else "native", reason, call.operation, call.sequence)
-        books[call.decision.mode] += 1
-        self.last_decision = call.decision
-        log.debug("rank %d: %s: %s, %s", self.rank, _title(call), call.decision.mode, reason)
+        decision = Decision("compressed" if coded else "native", reason, call.operation, call.sequence)
+        sent_natively = 0
+        if call.native is not None:
+            sent_natively = sum(call.sends[peer].numel() * call.sends[peer].element_size() for peer in self._peers)
+        self.count(call.operation, list(messages.values()), int(call.stage == 0), sent_natively, decision)
+
+    def count(
+        self,
+        operation: str,
+        messages: list[Message],
+        calls: int,
+        sent_natively_bytes: int = 0,
+        decision: Decision | None = None,
+    ) -> None:
+        """Enter what one call sent into the books; from any thread."""
+        with self._books_lock:
+            books = self.stats.setdefault(operation, Counter())
+            books["calls"] += calls
+            books["raw_bytes"] += sent_natively_bytes
+            books["sent_bytes"] += sent_natively_bytes
+            for message in messages:
+                books["raw_bytes"] += message.raw_bytes
+                books["sent_bytes"] += message.sent_bytes
+                books["phase_two_messages"] += message.phase_two is not None
+                books["coded_words"] += message.words if message.coded else 0
+                books["escapes"] += message.escapes
+            if decision is not None:
+                books[decision.mode] += calls
+                self.last_decision = decision
+                log.debug("rank %d: %s #%d: %s", self.rank, operation, decision.sequence, decision.reason)
 
 
 class _Refused(Exception):
@@ -577,11 +504,8 @@ class _Kept:
         self.work.wait(timeout)
 
 
-def _tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _title(call: Call) -> str:
+def title(call: Call) -> str:
+    """What an error calls the call."""
     return f"{call.operation} #{call.sequence}"
 
 

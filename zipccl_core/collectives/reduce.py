@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import Tensor
 
 from ..errors import InvalidArgument
 
@@ -108,3 +110,23 @@ def ordered_sum(terms: Sequence[NDArray[Any]], spec: ReduceSpec, out: NDArray[An
             if spec.name == "avg":
                 acc /= np.float32(len(terms))
             _round_to_words(acc, out[chunk])
+
+
+def reduce_scatter_native(group: Any, output: Tensor, input: Tensor, spec: ReduceSpec, timeout: timedelta) -> None:
+    """The backend's own reduce-scatter, on a process group's backend object.
+
+    Raises:
+        RuntimeError: the backend refuses op or dtype, or a transfer failed.
+    """
+    options = dist.ReduceScatterOptions()
+    options.reduceOp, options.timeout = spec.torch_op, timeout
+    # The backend's method was renamed in torch 2.13; a build has one name or both.
+    method = getattr(group, "_reduce_scatter_base", None) or group.reduce_scatter_single
+    method(output, input, options).wait(timeout)
+
+
+def all_reduce_native(group: Any, tensor: Tensor, spec: ReduceSpec, timeout: timedelta) -> None:
+    """The backend's own all-reduce in place; raises as reduce_scatter_native."""
+    options = dist.AllreduceOptions()
+    options.reduceOp, options.timeout = spec.torch_op, timeout
+    group.allreduce([tensor], options).wait(timeout)

@@ -20,7 +20,19 @@ from ..errors import (
 )
 from ..frame import FORMAT_VERSION
 
-OPERATIONS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier", "close")
+OPERATIONS = (
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "all_to_all_single",
+    "barrier",
+    "close",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "scatter",
+    "gather",
+    "point_to_point",
+)
 ERROR_KINDS: tuple[type[ZipcclError], ...] = (
     PeerError,
     InvalidArgument,
@@ -59,6 +71,8 @@ class CallRecord:
         factor_bits: the float32 pattern of PREMUL_SUM's factor, 0 otherwise.
         send_words: elements src sends to this peer.
         recv_words: elements src expects from this peer.
+        total_words: elements of the whole call where all ranks must have the same number, else 0.
+        root: the group rank named as src or dst, -1 if the operation has none.
         valid: False if src's own arguments were refused: no payload will move to or from it.
     """
 
@@ -70,10 +84,12 @@ class CallRecord:
     factor_bits: int = 0
     send_words: int = 0
     recv_words: int = 0
+    total_words: int = 0
+    root: int = -1
     valid: bool = True
 
     BYTES = 128
-    _BODY = struct.Struct("<4sHBBQI16s16sIQQ")
+    _BODY = struct.Struct("<4sHBBQI16s16sIQQQi")
     _MAGIC = b"ZCLL"
 
     def pack(self) -> bytes:
@@ -90,6 +106,8 @@ class CallRecord:
             self.factor_bits,
             self.send_words,
             self.recv_words,
+            self.total_words,
+            self.root,
         )
         return _seal(body, self.BYTES)
 
@@ -97,7 +115,8 @@ class CallRecord:
     def parse(cls, data: bytes) -> CallRecord:
         """Raises CorruptFrame if damaged, UnsupportedFrame if of another version."""
         fields = cls._BODY.unpack_from(_unseal(data, "call record"))
-        magic, version, operation, valid, sequence, src, dtype, reduce_op, factor_bits, send_words, recv_words = fields
+        magic, version, operation, valid, sequence, src, dtype, reduce_op = fields[:8]
+        factor_bits, send_words, recv_words, total_words, root = fields[8:]
         if version != FORMAT_VERSION:
             raise UnsupportedFrame(f"call record of format {version}, this build speaks {FORMAT_VERSION}")
         if magic != cls._MAGIC or operation >= len(OPERATIONS):
@@ -111,6 +130,8 @@ class CallRecord:
             factor_bits,
             send_words,
             recv_words,
+            total_words,
+            root,
             bool(valid),
         )
 
@@ -119,17 +140,18 @@ class CallRecord:
 
         Not all of it is seen by every pair: the verdict makes it one error on all ranks.
         """
-        for field_name in ("operation", "sequence", "dtype", "reduce_op", "factor_bits"):
-            mine, theirs = getattr(self, field_name), getattr(peer, field_name)
-            if mine != theirs:
-                left, right = self._called(field_name), peer._called(field_name)
-                return f"rank {self.src} calls {left}, rank {peer.src} calls {right}"
-        for sender, receiver in ((self, peer), (peer, self)):
+        low, high = sorted((self, peer), key=lambda record: record.src)  # both sides say it in the same words
+        for name in ("operation", "sequence", "dtype", "reduce_op", "factor_bits", "root"):
+            if getattr(low, name) != getattr(high, name):
+                return f"rank {low.src} calls {low._called(name)}, rank {high.src} calls {high._called(name)}"
+        for sender, receiver in ((low, high), (high, low)):
             if sender.send_words != receiver.recv_words:
                 return (
                     f"rank {sender.src} sends {sender.send_words} elements to rank {receiver.src}, "
                     f"which expects {receiver.recv_words}"
                 )
+        if low.total_words != high.total_words:
+            return f"rank {low.src} has {low.total_words} elements in all, rank {high.src} has {high.total_words}"
         return ""
 
     def _called(self, field_name: str) -> str:

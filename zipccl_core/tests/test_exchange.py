@@ -14,9 +14,10 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from zipccl_core import Communicator, Policy
-from zipccl_core.collectives import exchange as exchange_module
+from zipccl_core.collectives import message as message_module
 from zipccl_core.collectives.board import Board
 from zipccl_core.collectives.exchange import Exchange, facts
+from zipccl_core.collectives.point_to_point import Channels
 from zipccl_core.collectives.wire import Envelope
 from zipccl_core.errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
 
@@ -40,7 +41,9 @@ class Ranks:
         board.agree(facts(policy, self.n), policy.timeout_s)
         comm = Communicator.__new__(Communicator)
         comm._rank, comm._size, comm._policy, comm._closed = rank, self.n, policy, False
+        comm._group = None
         comm._exchange = Exchange(board, rank, self.n, policy)
+        comm._channels = Channels(comm._exchange)
         return comm
 
     def each(self, action: Callable[[int], Any]) -> list[Any]:
@@ -221,14 +224,14 @@ def test_a_late_rank_is_named_by_all_and_by_itself() -> None:
 
 
 def test_a_rank_that_fails_inside_is_named_on_all(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = exchange_module.encode_into
+    real = message_module.encode_into
 
     def out_of_memory_on_rank_1(elements: Any, codebook: Any, out: Any) -> Any:
         if threading.current_thread() is ranks.comms[1]._exchange._thread:
             raise MemoryError("no room")
         return real(elements, codebook, out)
 
-    monkeypatch.setattr(exchange_module, "encode_into", out_of_memory_on_rank_1)
+    monkeypatch.setattr(message_module, "encode_into", out_of_memory_on_rank_1)
     began = time.monotonic()
     text = one_error(ranks.gather(), PeerError)
     assert "rank 1 failed" in text
