@@ -716,12 +716,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The ranked suites are never collected outside, and meta only if it is named."""
     meta = HERE / "meta"
+    named = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
     if collection_path == meta:
-        named = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
         return True if inside() or not any(path.is_relative_to(meta) for path in named) else None
     on_ranks = collection_path.is_relative_to(HERE) and not collection_path.is_relative_to(meta)
     if on_ranks and collection_path.is_file() and not inside() and not only_shows(config):
-        if RANKED_CODE not in config.stash:
+        if RANKED_CODE not in config.stash and not any(path.is_relative_to(HERE) for path in named):
             raise pytest.UsageError(f"{HERE.name}/ runs on ranks: name it to pytest, or say --ignore={HERE.name}")
         return True
     return None

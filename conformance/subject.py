@@ -51,6 +51,8 @@ class Capabilities:
         verifies: what arrives is checked end to end: a changed word is an error, never a result.
         any_layout: dense tensors that are not contiguous give the right result, or an error before anything is sent.
         decides: `last_decision` and `stats()` exist.
+        independent: Communicators on one group do not wait for each other: calls of two of them may be issued in
+            another order on each rank.
         stacked_gather: all_gather_into_tensor takes an output of [world size, *input.shape] too.
         completion: `Work.is_completed()` is True once `wait()` has returned.
         versions: what the report's header shows: packages, formats, environment.
@@ -67,6 +69,7 @@ class Capabilities:
     verifies: bool = False
     any_layout: bool = False
     decides: bool = False
+    independent: bool = True
     stacked_gather: bool = True
     completion: bool = True
     versions: Mapping[str, str] = field(default_factory=dict)

@@ -86,6 +86,7 @@ def test_gathers_prefetched_and_reductions_behind_them_as_in_fsdp2(world, mode):
     pending.finish()
 
 
+@pytest.mark.requires("independent")
 def test_two_communicators_called_in_another_order_on_each_rank(world, mode):
     a, b = world.communicator(mode), world.communicator(mode)
     pair = [("all_gather_into_tensor", a, 1), ("all_to_all_single", b, 2)]

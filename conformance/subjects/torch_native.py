@@ -91,6 +91,7 @@ class TorchNative:
             reduce_ops=frozenset(ops),
             modes=("native",),
             decides=True,
+            independent=False,  # all of them call on the one group
             stacked_gather=False,  # gloo of torch 2.13 wants the concatenated shape
             completion=False,  # the Work of gloo's reduce_scatter stays incomplete after wait(), in torch 2.13
         )
