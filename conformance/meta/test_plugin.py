@@ -280,7 +280,7 @@ def test_never_runs(world):
 
 
 def test_the_deadline_ends_everything_and_names_what_did_not_finish(tmp_path):
-    run = run_file(tmp_path, DEADLINE, 2, "--deadline-s=9", "--group-timeout-s=100", limit_s=40)
+    run = run_file(tmp_path, DEADLINE, 2, "--deadline-s=14", "--group-timeout-s=100", limit_s=40)
     assert run.returncode == 1
     assert run.kinds() == {"test_passes": "PASS", "test_never_ends": "FAIL"}
     assert "rank 0: in test_it.py::test_never_ends" in run.problems.replace(str(tmp_path) + "/", "")
