@@ -9,30 +9,48 @@ constexpr u32 DECODE_STAGES = 2;
 template <u32 ELEMENT_BYTES>
 struct DecodeShared : ReadShared<ELEMENT_BYTES, DECODE_STAGES> {
     // of the last warps to leave, which take turns
+    JobTiles load_job;
+    LoadSource source;  // of load_job
     u32 job;
     u64 digest, escapes;
 };
 
 // Load a tile into a stage, and the window for the tile that comes into it next.
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void load_tile(DecodeShared<ELEMENT_BYTES>& shared, u32 s, const FrameJob* jobs, u32 job,
-                                          u32 tile, u32 tiles, bool from_window) {
+__device__ __forceinline__ void load_tile(DecodeShared<ELEMENT_BYTES>& shared, u32 s, const FrameJob* jobs, u32 tile,
+                                          u32 tiles, bool from_window) {
     if (tile >= tiles) return;
-    job = job_of_tile(jobs, job, tile);
-    const u64 block = tile - jobs[job].first_tile;
+    JobTiles job = shared.load_job;
+    if (!job.holds(tile)) {
+        job.seek(jobs, tile);
+        const FrameJob& of = jobs[job.job];
+        const LoadSource source{of.frame, static_bytes(of.n), records_begin(of.n), of.capacity_bytes, of.tiles};
+        __syncwarp();
+        if (lane_of() == 0) {
+            shared.load_job = job;
+            shared.source = source;
+        }
+        __syncwarp();
+    }
+    const LoadSource source = shared.source;
+    const u32 block = tile - job.first_tile;
     const Entries entries =
-        from_window ? window_entries(shared.window(s), jobs[job], block) : read_entries(jobs[job], block);
+        from_window ? window_entries(shared.window(s), source, block) : read_entries(source, block);
     const u32 next = tile + DECODE_STAGES * gridDim.x;
     u64 window = 0;
     if (next < tiles) {
-        const u32 next_job = job_of_tile(jobs, job, next);
-        window = window_address(jobs[next_job], next - jobs[next_job].first_tile);
+        if (job.holds(next)) {
+            window = window_address(source.frame, next - job.first_tile);
+        } else {
+            const u32 other = job_of_tile(jobs, job.job, next);
+            window = window_address(jobs[other].frame, next - jobs[other].first_tile);
+        }
     }
-    load_block<ELEMENT_BYTES>(shared, s, jobs[job], block, entries, window);
+    load_block<ELEMENT_BYTES>(shared, s, source, block, job.words(block), entries, window);
 }
 
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void add_to_job(DecodeShared<ELEMENT_BYTES>& shared, ReadScratch* scratch) {
+__device__ __forceinline__ void add_to_job(const DecodeShared<ELEMENT_BYTES>& shared, ReadScratch* scratch) {
     if (shared.job == ~0u) return;
     atomicAdd(&scratch->of_job[shared.job].digest, shared.digest);
     atomicAdd(&scratch->of_job[shared.job].escapes, shared.escapes);
@@ -49,25 +67,31 @@ __device__ __forceinline__ void decode_tiles(const JobTable& table, ReadScratch*
     const u32 tiles = table.tiles;
     if (threadIdx.x == 0) {
         shared.job = ~0u;
+        shared.load_job = JobTiles();
         shared.digest = shared.escapes = 0;
     }
     const Weights<ELEMENT_BYTES> weights(shared.weights);
     shared.init();
-    if (warp < DECODE_STAGES)
-        load_tile<ELEMENT_BYTES>(shared, warp, jobs, 0, blockIdx.x + warp * gridDim.x, tiles, false);
+    if (warp == 0) {
+#pragma unroll 1
+        for (u32 s = 0; s < DECODE_STAGES; ++s)
+            load_tile<ELEMENT_BYTES>(shared, s, jobs, blockIdx.x + s * gridDim.x, tiles, false);
+    }
 
-    u32 job = 0, current = ~0u, stage = 0, phases = 0;
+    JobTiles job;
+    u64 out = 0;
+    u32 stage = 0, phases = 0;
     Codes codes(0);
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        job = job_of_tile(jobs, job, tile);
-        const u64 block = tile - jobs[job].first_tile;
-        const u32 m = block_words(jobs[job].n, block);
-        if (job != current) {
-            codes = Codes(codebook_of_frame(jobs[job]));
-            current = job;
+        if (!job.holds(tile)) {
+            job.seek(jobs, tile);
+            codes = Codes(codebook_of_frame(jobs[job.job].frame));
+            out = jobs[job.job].words;
         }
+        const u32 block = tile - job.first_tile, m = job.words(block);
         wait_barrier(&shared.loaded[stage], phases >> stage & 1);
-        rebuild_words<ELEMENT_BYTES>(shared, stage, block, m, codes, phases >> stage & 1, scratch->of_job[job]);
+        const BlockPlan plan = shared.plan[stage];
+        rebuild_words<ELEMENT_BYTES>(shared, stage, block, m, codes, phases >> stage & 1, scratch, job.job);
         phases ^= 1u << stage;
 
         u64 sum = 0;
@@ -84,7 +108,7 @@ __device__ __forceinline__ void decode_tiles(const JobTable& table, ReadScratch*
         const u32 first = warp * WARP_WORDS;
         const u32 mine = m <= first ? 0 : m - first < WARP_WORDS ? m - first : WARP_WORDS;
         const u8* from = shared.elements + first * ELEMENT_BYTES;
-        const u64 to = jobs[job].words + (block * BLOCK_WORDS + first) * ELEMENT_BYTES;
+        const u64 to = out + u64(block) * (BLOCK_WORDS * ELEMENT_BYTES) + first * ELEMENT_BYTES;
         if (to % 16 == 0 && mine * ELEMENT_BYTES % 16 == 0) {
             store_piece(to, from, mine * ELEMENT_BYTES);
         } else {
@@ -94,12 +118,13 @@ __device__ __forceinline__ void decode_tiles(const JobTable& table, ReadScratch*
         commit_stores();
 
         if (last_to_leave(&shared.left[stage])) {
-            const BlockResult result = finish_block<ELEMENT_BYTES>(shared, stage, block, m, scratch->of_job[job]);
-            load_tile<ELEMENT_BYTES>(shared, stage, jobs, job, tile + DECODE_STAGES * gridDim.x, tiles, true);
+            const BlockParts parts = parts_of_block<ELEMENT_BYTES>(shared, stage);
+            load_tile<ELEMENT_BYTES>(shared, stage, jobs, tile + DECODE_STAGES * gridDim.x, tiles, true);
+            const BlockResult result = finish_block<ELEMENT_BYTES>(parts, plan, block, m, scratch, job.job);
             if (lane == 0) {
-                if (job != shared.job) {
+                if (job.job != shared.job) {
                     add_to_job(shared, scratch);
-                    shared.job = job;
+                    shared.job = job.job;
                     shared.digest = shared.escapes = 0;
                 }
                 shared.digest += result.mixed;

@@ -6,12 +6,14 @@
 #include "reader.cuh"
 
 constexpr u32 REDUCE_STAGES = 2;
-// Ranks whose codebooks and sums a thread block keeps in shared memory; of more, it goes to device memory each time.
+// Ranks that a thread block keeps in shared memory; for more, it goes to device memory each time.
 constexpr u32 KEPT_RANKS = 32;
 constexpr u32 SCALE_PREMUL = 1, SCALE_AVG = 2;  // 0: neither
 
 template <u32 ELEMENT_BYTES>
 struct ReduceShared : ReadShared<ELEMENT_BYTES, REDUCE_STAGES> {
+    u64 fixed_bytes, records;
+    FrameJob rank[KEPT_RANKS];
     u64 codebook[KEPT_RANKS];
     u64 digest[KEPT_RANKS], escapes[KEPT_RANKS];  // of the last warps to leave, which take turns
 };
@@ -22,6 +24,17 @@ __device__ __forceinline__ u32 rounded_pair(float a, float b) {
     if ((x & 0x7fffffffu) > 0x7f800000u) low = 0x7fc0u;
     if ((y & 0x7fffffffu) > 0x7f800000u) high = 0x7fc00000u;
     return low | high;
+}
+
+// fl32(x / divisor) for a whole divisor below 2^24, without the call that a division of floats is.
+//
+// The correction makes the quotient in double the correctly rounded one. To round it again is safe: a quotient of such
+// numbers is a midpoint of two floats, subnormal ones included, or at least 2^-48 of its size away from any.
+__device__ __forceinline__ float divided(float x, double divisor, double reciprocal) {
+    const double q = __dmul_rn(x, reciprocal);
+    const float rounded = __double2float_rn(__fma_rn(__fma_rn(-q, divisor, double(x)), reciprocal, q));
+    const bool special = (__float_as_uint(x) & 0x7fffffffu) - 1 >= 0x7f7fffffu;  // zero, infinity, NaN
+    return special ? x : rounded;
 }
 
 template <u32 ELEMENT_BYTES>
@@ -42,18 +55,20 @@ struct Term {
 // Load a term into a stage, and the window for the term that comes into it next.
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ void load_term(ReduceShared<ELEMENT_BYTES>& shared, u32 s, const FrameJob* jobs, u32 ranks,
-                                          u32 tiles, Term term, bool from_window) {
+                                          u32 tiles, Term term, u32 m, bool from_window) {
     if (term.tile >= tiles) return;
-    const FrameJob& job = jobs[term.rank];
+    const FrameJob& job = term.rank < KEPT_RANKS ? shared.rank[term.rank] : jobs[term.rank];
     const Term next = term.after(REDUCE_STAGES, ranks);
-    const u64 window = next.tile < tiles && jobs[next.rank].frame ? window_address(jobs[next.rank], next.tile) : 0;
+    const u64 next_frame = next.tile >= tiles ? 0 : next.rank < KEPT_RANKS ? shared.rank[next.rank].frame
+                                                                          : jobs[next.rank].frame;
+    const u64 window = next_frame ? window_address(next_frame, next.tile) : 0;
     if (job.frame) {
+        const LoadSource source{job.frame, shared.fixed_bytes, shared.records, job.capacity_bytes, tiles};
         const Entries entries =
-            from_window ? window_entries(shared.window(s), job, term.tile) : read_entries(job, term.tile);
-        load_block<ELEMENT_BYTES>(shared, s, job, term.tile, entries, window);
+            from_window ? window_entries(shared.window(s), source, term.tile) : read_entries(source, term.tile);
+        load_block<ELEMENT_BYTES>(shared, s, source, term.tile, m, entries, window);
         return;
     }
-    const u32 m = block_words(job.n, term.tile);
     const u64 words = job.words + u64(term.tile) * (BLOCK_WORDS * ELEMENT_BYTES);
     const u32 n_bytes = words_load_ahead<ELEMENT_BYTES>(words, m) ? m * ELEMENT_BYTES : 0;
     begin_load(&shared.loaded[s], n_bytes + (window ? WINDOW_BYTES : 0));
@@ -73,31 +88,44 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32
     const FrameJob* jobs = table.all();
     const u32 ranks = table.jobs, tiles = table.tiles;
     const u64 n = jobs[0].n;
+    const u32 full_blocks = u32(n / BLOCK_WORDS), rest = u32(n % BLOCK_WORDS);
     if (t < KEPT_RANKS) {
         shared.digest[t] = shared.escapes[t] = 0;
-        shared.codebook[t] = t < ranks && jobs[t].frame ? codebook_of_frame(jobs[t]) : 0;
+        if (t < ranks) {
+            shared.rank[t] = jobs[t];
+            shared.codebook[t] = jobs[t].frame ? codebook_of_frame(jobs[t].frame) : 0;
+        }
+    }
+    if (t == 0) {
+        shared.fixed_bytes = static_bytes(n);
+        shared.records = records_begin(n);
     }
     const Weights<ELEMENT_BYTES> weights(shared.weights);
     shared.init();
-    if (warp < REDUCE_STAGES)
-        load_term<ELEMENT_BYTES>(shared, warp, jobs, ranks, tiles, Term{blockIdx.x, 0}.after(warp, ranks), false);
+    if (warp < REDUCE_STAGES) {
+        const Term term = Term{blockIdx.x, 0}.after(warp, ranks);
+        load_term<ELEMENT_BYTES>(shared, warp, jobs, ranks, tiles, term, term.tile < full_blocks ? BLOCK_WORDS : rest,
+                                 false);
+    }
 
     const u32 first = warp * WARP_WORDS;
     u32 stage = 0, phases = 0, counted_phases = 0;
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        const u32 m = block_words(n, tile);
+        const u32 m = tile < full_blocks ? BLOCK_WORDS : rest;
         float acc[THREAD_WORDS];
 #pragma unroll 1
         for (u32 rank = 0; rank < ranks; ++rank) {
-            const FrameJob& job = jobs[rank];
+            const FrameJob& job = rank < KEPT_RANKS ? shared.rank[rank] : jobs[rank];
+            const bool is_frame = job.frame != 0;
             wait_barrier(&shared.loaded[stage], phases >> stage & 1);
             phases ^= 1u << stage;
 
             const u8* elements = shared.elements;
-            if (job.frame) {
-                const Codes codes(rank < KEPT_RANKS ? shared.codebook[rank] : codebook_of_frame(job));
-                rebuild_words<ELEMENT_BYTES>(shared, stage, tile, m, codes, counted_phases >> stage & 1,
-                                             scratch->of_job[rank]);
+            BlockPlan plan{0};
+            if (is_frame) {
+                const Codes codes(rank < KEPT_RANKS ? shared.codebook[rank] : codebook_of_frame(job.frame));
+                plan = shared.plan[stage];
+                rebuild_words<ELEMENT_BYTES>(shared, stage, tile, m, codes, counted_phases >> stage & 1, scratch, rank);
                 counted_phases ^= 1u << stage;
             } else {
                 elements = shared.stage[stage];
@@ -141,11 +169,13 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32
             if (lane == 0) shared.sums[stage][warp] = sum;
 
             if (last_to_leave(&shared.left[stage])) {
+                const BlockParts parts = parts_of_block<ELEMENT_BYTES>(shared, stage);
+                const Term next = Term{tile, rank}.after(REDUCE_STAGES, ranks);
+                load_term<ELEMENT_BYTES>(shared, stage, jobs, ranks, tiles, next,
+                                         next.tile < full_blocks ? BLOCK_WORDS : rest, true);
                 BlockResult result{0, 0};
-                if (job.frame) result = finish_block<ELEMENT_BYTES>(shared, stage, tile, m, scratch->of_job[rank]);
-                load_term<ELEMENT_BYTES>(shared, stage, jobs, ranks, tiles,
-                                         Term{tile, rank}.after(REDUCE_STAGES, ranks), true);
-                if (lane == 0 && job.frame) {
+                if (is_frame) result = finish_block<ELEMENT_BYTES>(parts, plan, tile, m, scratch, rank);
+                if (lane == 0 && is_frame) {
                     if (rank < KEPT_RANKS) {
                         shared.digest[rank] += result.mixed;
                         shared.escapes[rank] += result.escapes;
@@ -159,8 +189,9 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32
         }
 
         if (scale == SCALE_AVG) {
+            const double divisor = factor, reciprocal = 1.0 / divisor;
 #pragma unroll
-            for (u32 i = 0; i < THREAD_WORDS; ++i) acc[i] = __fdiv_rn(acc[i], factor);
+            for (u32 i = 0; i < THREAD_WORDS; ++i) acc[i] = divided(acc[i], divisor, reciprocal);
         }
         wait_stores_read();
 #pragma unroll

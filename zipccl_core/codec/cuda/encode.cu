@@ -2,9 +2,9 @@
 //
 // encode: a persistent grid; a thread block takes every gridDim.x-th tile, and its warps an eighth each, without waiting
 // for each other. A warp leaves its part of the record in the frame, and its escapes in a slot of the scratch; the last
-// one of a tile leaves three numbers. pack, launched behind it, sums the sizes before each tile, moves the few per cent
-// that are dynamic, makes stored what must be, and writes directories and headers. No atomics on device memory, and no
-// tile waits for another: no order can show.
+// one of a tile leaves their numbers. pack, launched behind it, sums the sizes before each tile, moves the few per cent
+// that are dynamic, makes stored what must be, and writes directories and headers. No tile waits for another, and what
+// is added up is integers: no order can show.
 #include "layout.cuh"
 #include "pipeline.cuh"
 #include "planes.cuh"
@@ -34,7 +34,20 @@ struct EncodeShared {
     u32 counts[ENCODE_STAGES][WARPS];
     u32 left[ENCODE_STAGES];
     u64 barriers[ENCODE_STAGES];
+    // of the last warps to leave, which take turns: sums over the blocks of one job
+    u32 job;
+    u64 digest, all_escapes, dynamic_bytes;
 };
+
+// Of one frame, in scratch; zero before and after every launch.
+struct FrameSums {
+    u64 digest, escapes, dynamic_bytes, reserved;
+};
+
+__device__ __forceinline__ u64 codebook_of(const FrameJob& job) {
+    u64 exponents = job.codebook_address ? *(const volatile u64*)job.codebook_address : job.codebook;
+    return exponents & ((1ull << 56) - 1);
+}
 
 // Tiles of 16-byte aligned elements are loaded ahead; of others, each warp loads its part when its turn comes.
 template <u32 ELEMENT_BYTES>
@@ -42,22 +55,42 @@ __device__ __forceinline__ bool loads_ahead(u64 source, u32 m) {
     return source % 16 == 0 && m * ELEMENT_BYTES % 16 == 0;
 }
 
+// A job's tiles and where its elements and records are.
+struct EncodeJob : JobTiles {
+    u64 words_address, records_address;
+
+    __device__ __forceinline__ EncodeJob() : words_address(0), records_address(0) {}
+    __device__ __forceinline__ void seek(const FrameJob* jobs, u32 tile) {
+        JobTiles::seek(jobs, tile);
+        words_address = jobs[job].words;
+        records_address = jobs[job].frame + records_begin(jobs[job].n);
+    }
+};
+
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void load_tile(const FrameJob* jobs, u32 job, u32 tile, u32 tiles, u8* to, u64* barrier) {
+__device__ __forceinline__ void load_tile(const FrameJob* jobs, EncodeJob job, u32 tile, u32 tiles, u8* to,
+                                          u64* barrier) {
     if (tile >= tiles) return;
-    job = job_of_tile(jobs, job, tile);
-    const u64 block = tile - jobs[job].first_tile;
-    const u64 source = jobs[job].words + block * (BLOCK_WORDS * ELEMENT_BYTES);
-    const u32 n_bytes = block_words(jobs[job].n, block) * ELEMENT_BYTES;
-    if (!loads_ahead<ELEMENT_BYTES>(source, n_bytes / ELEMENT_BYTES)) return;
-    begin_load(barrier, n_bytes);
-    load_piece(barrier, to, source, n_bytes);
+    if (!job.holds(tile)) job.seek(jobs, tile);
+    const u32 block = tile - job.first_tile, m = job.words(block);
+    const u64 source = job.words_address + u64(block) * (BLOCK_WORDS * ELEMENT_BYTES);
+    if (!loads_ahead<ELEMENT_BYTES>(source, m)) return;
+    begin_load(barrier, m * ELEMENT_BYTES);
+    load_piece(barrier, to, source, m * ELEMENT_BYTES);
     end_load(barrier);
 }
 
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void encode_tiles(const JobTable& table, u64* block_sums, TileCounts* counts, u16* sizes,
-                                             u8* slots) {
+__device__ __forceinline__ void add_to_frame(const EncodeShared<ELEMENT_BYTES>& shared, FrameSums* frame_sums) {
+    if (shared.job == ~0u) return;
+    atomicAdd(&frame_sums[shared.job].digest, shared.digest);
+    atomicAdd(&frame_sums[shared.job].escapes, shared.all_escapes);
+    atomicAdd(&frame_sums[shared.job].dynamic_bytes, shared.dynamic_bytes);
+}
+
+template <u32 ELEMENT_BYTES>
+__device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* frame_sums, TileCounts* counts,
+                                             u16* sizes, u8* slots) {
     extern __shared__ __align__(128) u8 shared_bytes[];
     auto& shared = *reinterpret_cast<EncodeShared<ELEMENT_BYTES>*>(shared_bytes);
     typedef typename UnsignedOf<ELEMENT_BYTES>::type Element;
@@ -66,37 +99,36 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, u64* block_s
     const FrameJob* jobs = table.all();
     const u32 tiles = table.tiles;
     const Weights<ELEMENT_BYTES> weights(shared.weights);
+
     if (t == 0) {
         for (u32 s = 0; s < ENCODE_STAGES; ++s) {
             init_barrier(&shared.barriers[s], LOAD_ARRIVALS);
             shared.left[s] = 0;
         }
         publish_barriers();
+        shared.job = ~0u;
     }
     __syncthreads();
+    EncodeJob job;
     if (warp < ENCODE_STAGES)
-        load_tile<ELEMENT_BYTES>(jobs, 0, blockIdx.x + warp * gridDim.x, tiles, shared.tile[warp],
+        load_tile<ELEMENT_BYTES>(jobs, job, blockIdx.x + warp * gridDim.x, tiles, shared.tile[warp],
                                  &shared.barriers[warp]);
 
-    u32 job = 0, coded_job = ~0u, stage = 0, phases = 0;
+    u32 stage = 0, phases = 0;
     Codes codes(0);
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-        job = job_of_tile(jobs, job, tile);
-        const u64 block = tile - jobs[job].first_tile;
-        const u32 m = block_words(jobs[job].n, block);
-        const u64 source = jobs[job].words + block * (BLOCK_WORDS * ELEMENT_BYTES);
-        u8* elements = shared.tile[stage];
-
-        if (job != coded_job) {
-            u64 exponents = jobs[job].codebook_address ? *(const volatile u64*)jobs[job].codebook_address
-                                                       : jobs[job].codebook;
-            codes = Codes(exponents & ((1ull << 56) - 1));
+        if (!job.holds(tile)) {
+            job.seek(jobs, tile);
+            const u64 exponents = codebook_of(jobs[job.job]);
+            codes = Codes(exponents);
             __syncwarp();
             for (u32 i = lane; i < 56; i += 32) shared.unlike[warp][i] = (exponents >> i & 1) ? 0 : ~0u;
-            coded_job = job;
             __syncwarp();
         }
+        const u32 block = tile - job.first_tile, m = job.words(block);
+        u8* elements = shared.tile[stage];
 
+        const u64 source = job.words_address + u64(block) * (BLOCK_WORDS * ELEMENT_BYTES);
         const bool ahead = loads_ahead<ELEMENT_BYTES>(source, m);
         if (ahead) {
             wait_barrier(&shared.barriers[stage], phases >> stage & 1);
@@ -111,11 +143,11 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, u64* block_s
                 else if (!ahead)
                     ((Element*)elements)[i] = ((const Element*)source)[i];
             }
-            __syncwarp();
         }
+        wait_stores_read();
 
         // This thread's 32 words, two chunks at a time; digest and low halves on the way.
-        u32 sign_mantissa[8], exponents[8], low = 0;
+        u32 exponents[8], low = 0;
         u64 sum = 0;
 #pragma unroll
         for (u32 pair = 0; pair < 2; ++pair) {
@@ -138,8 +170,8 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, u64* block_s
                         v[odd][half * 2 + 1] = bytes_of(x.z, x.w, 0x7632);
                     }
                 }
-                sign_mantissa[slot * 2] = sign_mantissa_of(v[odd][0], v[odd][1]);
-                sign_mantissa[slot * 2 + 1] = sign_mantissa_of(v[odd][2], v[odd][3]);
+                *(uint2*)(&shared.sign_mantissa[0][0] + t * 32 + ((slot + rotation) & 3) * 8) =
+                    make_uint2(sign_mantissa_of(v[odd][0], v[odd][1]), sign_mantissa_of(v[odd][2], v[odd][3]));
             }
             merge_exponents(v[0], v[1], &exponents[pair * 4]);
         }
@@ -160,37 +192,32 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, u64* block_s
         const u32 count = __popc(escaped);
         const u32 inclusive = warp_inclusive_sum(count);
         const u32 total = __shfl_sync(~0u, inclusive, 31);
-        u32 position = inclusive - count;
+        u8* to = &shared.escapes[warp][inclusive - count];
         sum = warp_sum_all(sum);
         if (ELEMENT_BYTES == 4) low = __any_sync(~0u, low & 0xffff) ? LOW_FLAG : 0;
         if (lane == 0) {
             shared.sums[stage][warp] = sum;
             shared.counts[stage][warp] = total | low;
         }
-
-        wait_stores_read();
-#pragma unroll
-        for (u32 slot = 0; slot < 4; ++slot)
-            *(uint2*)(&shared.sign_mantissa[warp][lane * 32 + ((slot + rotation) & 3) * 8]) =
-                make_uint2(sign_mantissa[slot * 2], sign_mantissa[slot * 2 + 1]);
         const u8* first = elements + t * (THREAD_WORDS * ELEMENT_BYTES) + (ELEMENT_BYTES - 2);
         while (escaped) {
             const u32 i = __ffs(escaped) - 1;
             escaped &= escaped - 1;
-            shared.escapes[warp][position++] = u8(*(const u16*)(first + i * ELEMENT_BYTES) >> 7);
+            *to++ = u8(*(const u16*)(first + i * ELEMENT_BYTES) >> 7);
         }
         publish_to_stores();
-        const u64 record = jobs[job].frame + records_begin(jobs[job].n) + block * RECORD_BYTES;
+        const u64 record = job.records_address + u64(block) * RECORD_BYTES;
         if (m == BLOCK_WORDS) {
             store_piece(record + warp * WARP_WORDS, shared.sign_mantissa[warp], WARP_WORDS);
+            u32* planes = (u32*)(record + BLOCK_WORDS) + t;
 #pragma unroll
-            for (u32 p = 0; p < 3; ++p) *(u32*)(record + BLOCK_WORDS + p * PLANE_BYTES + t * 4) = code[p];
+            for (u32 p = 0; p < 3; ++p) planes[p * (PLANE_BYTES / 4)] = code[p];
         } else {  // the planes of a short block lie closer together; byte by byte, once a frame
             const u32 used = record_bytes(m), plane_bytes = (m + 7) / 8;
             u8* bytes = (u8*)record;
 #pragma unroll 1
-            for (u32 i = lane; i < WARP_WORDS; i += 32)
-                if (warp * WARP_WORDS + i < m) bytes[warp * WARP_WORDS + i] = shared.sign_mantissa[warp][i];
+            for (u32 i = warp * WARP_WORDS + lane; i < (warp + 1) * WARP_WORDS && i < m; i += 32)
+                bytes[i] = (&shared.sign_mantissa[0][0])[i];
 #pragma unroll
             for (u32 p = 0; p < 3; ++p)
 #pragma unroll
@@ -205,39 +232,51 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, u64* block_s
         commit_stores();
 
         if (last_to_leave(&shared.left[stage])) {
+            // what the warps left is read before the next tile is loaded over it
+            const u32 of_warp = shared.counts[stage][lane % WARPS];
+            u64 block_sum = lane < WARPS ? shared.sums[stage][lane] : 0;
             load_tile<ELEMENT_BYTES>(jobs, job, tile + ENCODE_STAGES * gridDim.x, tiles, elements,
                                      &shared.barriers[stage]);
-            const u32 of_warp = shared.counts[stage][lane % WARPS];
-            const u64 block_sum = warp_sum_all(lane < WARPS ? shared.sums[stage][lane] : 0);
+            block_sum = warp_sum_all(block_sum);
             const bool any_low = ELEMENT_BYTES == 4 && __any_sync(~0u, of_warp & LOW_FLAG);
             const u32 all = __reduce_add_sync(~0u, lane < WARPS ? of_warp & COUNT_FIELD : 0);
-            const u32 spill = spill_bytes(m);
             if (lane < WARPS) counts[tile].of_warp[lane] = u16((of_warp & COUNT_FIELD) | (any_low ? LOW_FLAG : 0));
             if (lane == 0) {
-                block_sums[tile] = mixed_block_sum(block_sum, block);
-                sizes[tile] = u16((all > spill ? spill : all) + (any_low ? 2 * m : 0));
+                const u32 spill = spill_bytes(m), size = (all > spill ? spill : all) + (any_low ? 2 * m : 0);
+                sizes[tile] = u16(size);
+                if (job.job != shared.job) {
+                    add_to_frame(shared, frame_sums);
+                    shared.job = job.job;
+                    shared.digest = shared.all_escapes = shared.dynamic_bytes = 0;
+                }
+                shared.digest += mixed_block_sum(block_sum, block);
+                shared.all_escapes += all;
+                shared.dynamic_bytes += size;
             }
         }
         stage = stage + 1 == ENCODE_STAGES ? 0 : stage + 1;
     }
     wait_stores_read();
+    __syncthreads();
+    if (t == 0) add_to_frame(shared, frame_sums);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_ENCODE_BLOCKS_2)
-    encode_bfloat16_kernel(const __grid_constant__ JobTable table, u64* block_sums, TileCounts* counts, u16* sizes,
-                           u8* slots) {
-    encode_tiles<2>(table, block_sums, counts, sizes, slots);
+    encode_bfloat16_kernel(const __grid_constant__ JobTable table, FrameSums* frame_sums, TileCounts* counts,
+                           u16* sizes, u8* slots) {
+    encode_tiles<2>(table, frame_sums, counts, sizes, slots);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_ENCODE_BLOCKS_4)
-    encode_float32_kernel(const __grid_constant__ JobTable table, u64* block_sums, TileCounts* counts, u16* sizes,
-                          u8* slots) {
-    encode_tiles<4>(table, block_sums, counts, sizes, slots);
+    encode_float32_kernel(const __grid_constant__ JobTable table, FrameSums* frame_sums, TileCounts* counts,
+                          u16* sizes, u8* slots) {
+    encode_tiles<4>(table, frame_sums, counts, sizes, slots);
 }
 extern "C" __constant__ u32 encode_shared_bytes[2] = {sizeof(EncodeShared<2>), sizeof(EncodeShared<4>)};
 
 // --- pack -------------------------------------------------------------------------------------------------------------
 
 struct PackShared {
+    TileCounts counts[PACK_THREADS];
     u64 warp_sums[PACK_THREADS / 32];
     u32 offsets[PACK_THREADS];
     u64 header[16];
@@ -267,14 +306,21 @@ __device__ __forceinline__ u64 sum_sizes(const u16* sizes, u64 first, u64 end, P
     } else {
         if (threadIdx.x < aligned_first - first) sum += sizes[first + threadIdx.x];
         if (threadIdx.x < end - aligned_end) sum += sizes[aligned_end + threadIdx.x];
-        u32 part = 0;
-        for (u64 i = aligned_first + threadIdx.x * 8; i < aligned_end; i += PACK_THREADS * 8) {
-            uint4 x = *(const uint4*)(sizes + i);
-            part += (x.x & 0xffff) + (x.x >> 16) + (x.y & 0xffff) + (x.y >> 16) + (x.z & 0xffff) + (x.z >> 16) +
-                    (x.w & 0xffff) + (x.w >> 16);
-            if (part >> 31) sum += part, part = 0;
+        // eight loads in flight: this is latency, and little else
+        for (u64 i = aligned_first + threadIdx.x * 8; i < aligned_end; i += PACK_THREADS * 64) {
+            uint4 x[8];
+#pragma unroll
+            for (u32 k = 0; k < 8; ++k) {
+                const u64 at = i + k * (PACK_THREADS * 8);
+                x[k] = at < aligned_end ? *(const uint4*)(sizes + at) : make_uint4(0, 0, 0, 0);
+            }
+            u32 part = 0;
+#pragma unroll
+            for (u32 k = 0; k < 8; ++k)
+                part += (x[k].x & 0xffff) + (x[k].x >> 16) + (x[k].y & 0xffff) + (x[k].y >> 16) + (x[k].z & 0xffff) +
+                        (x[k].z >> 16) + (x[k].w & 0xffff) + (x[k].w >> 16);
+            sum += part;
         }
-        sum += part;
     }
     return block_sum_all(sum, shared);
 }
@@ -337,11 +383,6 @@ __device__ __forceinline__ void find_escapes(const u8* source, u32 m, u32 warp, 
     }
 }
 
-__device__ __forceinline__ u64 codebook_of(const FrameJob& job) {
-    u64 exponents = job.codebook_address ? *(const volatile u64*)job.codebook_address : job.codebook;
-    return exponents & ((1ull << 56) - 1);
-}
-
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, const TileCounts& counts, const u8* slots,
                                           u8* to) {
@@ -399,17 +440,8 @@ __device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, const 
 
 // The header, and the padding of the directory, of one frame; by a thread block of its own.
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void finish_frame(const FrameJob& job, const u64* block_sums, const TileCounts* counts,
-                                             const u16* sizes, PackShared& shared) {
+__device__ __forceinline__ void finish_frame(const FrameJob& job, FrameSums& sums, PackShared& shared) {
     const u32 t = threadIdx.x;
-    u64 digest = 0, escapes = 0;
-    for (u64 i = t; i < job.tiles; i += PACK_THREADS) {
-        digest += block_sums[job.first_tile + i];
-        escapes += escapes_of(counts[job.first_tile + i]);
-    }
-    digest = block_sum_all(digest, shared) + mix64(4 * job.n + dtype_of(ELEMENT_BYTES));
-    escapes = block_sum_all(escapes, shared);
-    u64 dynamic = sum_sizes(sizes, job.first_tile, u64(job.first_tile) + job.tiles, shared);
     u64* entries = (u64*)(job.frame + HEADER_BYTES);
     for (u64 i = job.tiles + t; i < align128(ENTRY_BYTES * u64(job.tiles)) / ENTRY_BYTES; i += PACK_THREADS)
         entries[i] = 0;
@@ -418,26 +450,29 @@ __device__ __forceinline__ void finish_frame(const FrameJob& job, const u64* blo
         h[0] = u64(ZIPCCL_MAGIC) | u64(ZIPCCL_FORMAT_VERSION) << 32 | u64(dtype_of(ELEMENT_BYTES)) << 48 |
                u64(ZIPCCL_SCHEME_FAST) << 56;
         h[1] = job.n;
-        h[2] = static_bytes(job.n) + dynamic;
-        h[3] = digest;
-        h[4] = escapes;
+        h[2] = static_bytes(job.n) + sums.dynamic_bytes;
+        h[3] = sums.digest + mix64(4 * job.n + dtype_of(ELEMENT_BYTES));
+        h[4] = sums.escapes;
         h[5] = BLOCK_WORDS;
         h[6] = h[7] = 0;
         h[8] = codebook_of(job);
         for (u32 i = 9; i < 15; ++i) h[i] = 0;
-        h[15] = header_check(h);
+        sums = {0, 0, 0, 0};
     }
     __syncthreads();
-    if (t < 16) ((u64*)job.frame)[t] = shared.header[t];
+    if (t < 32) {
+        u64 check = warp_sum_all(t < 15 ? mix64(shared.header[t] ^ mix64(t + 1)) : 0);
+        if (t < 16) ((u64*)job.frame)[t] = t < 15 ? shared.header[t] : check;
+    }
 }
 
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void pack_tiles(const JobTable& table, const u64* block_sums, const TileCounts* counts,
+__device__ __forceinline__ void pack_tiles(const JobTable& table, FrameSums* frame_sums, const TileCounts* counts,
                                            const u16* sizes, const u8* slots, u32 packers) {
     __shared__ PackShared shared;
     const FrameJob* jobs = table.all();
     if (blockIdx.x >= packers) {
-        finish_frame<ELEMENT_BYTES>(jobs[blockIdx.x - packers], block_sums, counts, sizes, shared);
+        finish_frame<ELEMENT_BYTES>(jobs[blockIdx.x - packers], frame_sums[blockIdx.x - packers], shared);
         return;
     }
     const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of();
@@ -475,7 +510,9 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, const u64* blo
         shared.offsets[t] = offset;
         if (t < count) {
             const u64 block = begin + t - frame.first_tile;
-            const TileCounts of_tile = counts[begin + t];
+            const uint4 loaded = *(const uint4*)&counts[begin + t];
+            *(uint4*)&shared.counts[t] = loaded;
+            const TileCounts& of_tile = shared.counts[t];
             u64 entry = before + offset;
             if (escapes_of(of_tile) > spill_bytes(block_words(frame.n, block))) entry |= STORED_BIT;
             if (of_tile.of_warp[0] & LOW_FLAG) entry |= LOW_HALVES_BIT;
@@ -485,7 +522,7 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, const u64* blo
         u8* dynamic = (u8*)frame.frame + static_bytes(frame.n) + before;
 #pragma unroll 1
         for (u32 i = warp; i < count; i += PACK_THREADS / 32)
-            pack_tile<ELEMENT_BYTES>(frame, begin + i - frame.first_tile, counts[begin + i],
+            pack_tile<ELEMENT_BYTES>(frame, begin + i - frame.first_tile, shared.counts[i],
                                      slots + (begin + i) * ZIPCCL_SLOT_BYTES, dynamic + shared.offsets[i]);
         before += total;
         begin = chunk_end;
@@ -493,12 +530,12 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, const u64* blo
 }
 
 extern "C" __global__ void __launch_bounds__(PACK_THREADS, 2)
-    pack_bfloat16_kernel(const __grid_constant__ JobTable table, const u64* block_sums, const TileCounts* counts,
+    pack_bfloat16_kernel(const __grid_constant__ JobTable table, FrameSums* frame_sums, const TileCounts* counts,
                          const u16* sizes, const u8* slots, u32 packers) {
-    pack_tiles<2>(table, block_sums, counts, sizes, slots, packers);
+    pack_tiles<2>(table, frame_sums, counts, sizes, slots, packers);
 }
 extern "C" __global__ void __launch_bounds__(PACK_THREADS, 1)
-    pack_float32_kernel(const __grid_constant__ JobTable table, const u64* block_sums, const TileCounts* counts,
+    pack_float32_kernel(const __grid_constant__ JobTable table, FrameSums* frame_sums, const TileCounts* counts,
                         const u16* sizes, const u8* slots, u32 packers) {
-    pack_tiles<4>(table, block_sums, counts, sizes, slots, packers);
+    pack_tiles<4>(table, frame_sums, counts, sizes, slots, packers);
 }

@@ -16,6 +16,7 @@ from .stats import DeviceCodebook
 __all__ = ["encode_frames"]
 
 _PACKERS_A_MULTIPROCESSOR = 2
+_FRAME_SUMS_BYTES = 32
 _NAMES = {2: "bfloat16", 4: "float32"}
 
 
@@ -36,7 +37,7 @@ def encode_frames(words: Sequence[Tensor], codebooks: Sequence[Codebook | Device
     Raises:
         InvalidArgument: wrong dtype, device, layout, alignment or capacity; nothing is launched.
 
-    Takes scratch of 4122 bytes a block (25% of bfloat16 words) from torch's allocator until the kernels are done; what
+    Takes scratch of 4114 bytes a block (25% of bfloat16 words) from torch's allocator until the kernels are done; what
     the words' escapes do not need of it is never touched.
     """
     if not len(words) == len(codebooks) == len(out):
@@ -64,23 +65,22 @@ def encode_frames(words: Sequence[Tensor], codebooks: Sequence[Codebook | Device
     with Launch(words[0]) as launch:
         table = make_table(jobs, device)
         tiles = table.tiles
-        sums_bytes, counts_bytes, sizes_bytes = (-(-tiles * width // 128) * 128 for width in (8, 16, 2))
-        scratch = torch.empty(
-            sums_bytes + counts_bytes + sizes_bytes + tiles * SLOT_BYTES, dtype=torch.uint8, device=device
-        )
-        sums = scratch.data_ptr()  # torch aligns allocations to 512 bytes
-        counts = sums + sums_bytes
+        sums = launch.device.zeroed("encode", launch.key, _FRAME_SUMS_BYTES * len(jobs))
+        counts_bytes, sizes_bytes = 16 * tiles, -(-2 * tiles // 16) * 16
+        scratch = torch.empty(tiles * SLOT_BYTES + counts_bytes + sizes_bytes, dtype=torch.uint8, device=device)
+        slots = scratch.data_ptr()  # torch aligns allocations to 512 bytes
+        counts = slots + tiles * SLOT_BYTES
         sizes = counts + counts_bytes
-        slots = sizes + sizes_bytes
         name = _NAMES[element_bytes]
-        arguments = (table.packed, sums, counts, sizes, slots)
+        arguments = (table.packed, sums.data_ptr(), counts, sizes, slots)
         launch.begin()
         signature = (TABLE_SIGNATURE, "P", "P", "P", "P")
         function, shared, most = launch.device.persistent(f"encode_{name}_kernel", "encode", element_bytes, signature)
         pack = launch.device.function(f"pack_{name}_kernel", "encode", (*signature, "I"))
-        if tiles:
-            function.prepared_async_call(
-                (min(tiles, most), 1), (256, 1, 1), launch.stream, *arguments, shared_size=shared
-            )
         packers = min(-(-tiles // 8), launch.device.multiprocessors * _PACKERS_A_MULTIPROCESSOR)
-        pack.prepared_async_call((packers + len(jobs), 1), (512, 1, 1), launch.stream, *arguments, packers)
+        with launch.device.lock:  # the two kernels share sums, so that no other thread's may come between them
+            if tiles:
+                function.prepared_async_call(
+                    (min(tiles, most), 1), (256, 1, 1), launch.stream, *arguments, shared_size=shared
+                )
+            pack.prepared_async_call((packers + len(jobs), 1), (512, 1, 1), launch.stream, *arguments, packers)

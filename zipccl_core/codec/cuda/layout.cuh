@@ -127,3 +127,19 @@ __device__ __forceinline__ u32 job_of_tile(const FrameJob* jobs, u32 job, u32 ti
     while (tile - jobs[job].first_tile >= jobs[job].tiles) ++job;
     return job;
 }
+
+// Where a job's tiles are, in registers: a table is far away, and most tiles are of the job of the tile before.
+struct JobTiles {
+    u32 job, first_tile, tiles, full_blocks, rest;
+
+    __device__ __forceinline__ JobTiles() : job(~0u), first_tile(0), tiles(0), full_blocks(0), rest(0) {}
+    __device__ __forceinline__ bool holds(u32 tile) const { return tile - first_tile < tiles; }
+    __device__ __forceinline__ void seek(const FrameJob* jobs, u32 tile) {
+        job = job_of_tile(jobs, job == ~0u ? 0 : job, tile);
+        first_tile = jobs[job].first_tile;
+        tiles = jobs[job].tiles;
+        full_blocks = u32(jobs[job].n / BLOCK_WORDS);
+        rest = u32(jobs[job].n % BLOCK_WORDS);
+    }
+    __device__ __forceinline__ u32 words(u32 block) const { return block < full_blocks ? BLOCK_WORDS : rest; }
+};

@@ -124,10 +124,10 @@ __device__ __forceinline__ void wait_stores_read() {
 __device__ __forceinline__ bool last_to_leave(u32* counter) {
     u32 before = 0;
     __syncwarp();
-    if (lane_of() == 0) {
-        __threadfence_block();
-        before = atomicAdd(counter, 1u);
-        __threadfence_block();
-    }
+    if (lane_of() == 0)
+        asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;"
+                     : "=r"(before)
+                     : "r"(shared_address(counter))
+                     : "memory");
     return (__shfl_sync(~0u, before, 0) + 1) % WARPS == 0;
 }

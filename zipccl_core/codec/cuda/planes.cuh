@@ -118,35 +118,34 @@ __device__ __forceinline__ void code_planes_of_set(const u32 (&plane)[8], const 
     }
 }
 
-// The words of 32 codes and their signs and mantissas; an ESCAPE gets exponent 0. All in slot order.
-//
-// Three exchanges turn planes into nibbles; eight exponents fit the two registers that one byte permutation selects
-// from, so it looks up four codes at once.
-__device__ __forceinline__ void join_words(u32 p0, u32 p1, u32 p2, const Codes& codes, const u32 (&sign_mantissa)[8],
-                                           u32 (&v)[16]) {
-    u32 z[4] = {p0, p1, p2, 0};
+// Nibble n of z[r] becomes the code of word 4n + r, from three planes: the index bits of z and of a bit change places.
+__device__ __forceinline__ void code_nibbles(u32 p0, u32 p1, u32 p2, u32 (&z)[4]) {
+    z[0] = p0, z[1] = p1, z[2] = p2, z[3] = 0;
     exchange_index_bit<1, 0xaaaaaaaau>(z[0], z[1]);
     exchange_index_bit<1, 0xaaaaaaaau>(z[2], z[3]);
     exchange_index_bit<2, 0xccccccccu>(z[0], z[2]);
     exchange_index_bit<2, 0xccccccccu>(z[1], z[3]);
-    // nibble n of z[r] is the code of word 4n + r
+}
+
+// The 16 words of the lower or the upper 4 nibbles of each z[r] and their signs and mantissas; an ESCAPE gets exponent 0.
+//
+// Eight exponents fit the two registers that one byte permutation selects from, so it looks up four codes at once.
+__device__ __forceinline__ void join_words(const u32 (&z)[4], u32 half, const Codes& codes,
+                                           const u32 (&sign_mantissa)[4], u32 (&v)[8]) {
+    u32 x[4];
 #pragma unroll
-    for (u32 half = 0; half < 2; ++half) {
-        u32 x[4];
+    for (u32 r = 0; r < 4; ++r) x[r] = bytes_of(codes.low, codes.high, half ? z[r] >> 16 : z[r]);
+    const u32 t0 = bytes_of(x[0], x[1], 0x5140), t1 = bytes_of(x[0], x[1], 0x7362);
+    const u32 t2 = bytes_of(x[2], x[3], 0x5140), t3 = bytes_of(x[2], x[3], 0x7362);
+    const u32 y[4] = {bytes_of(t0, t2, 0x5410), bytes_of(t0, t2, 0x7632), bytes_of(t1, t3, 0x5410),
+                      bytes_of(t1, t3, 0x7632)};
 #pragma unroll
-        for (u32 r = 0; r < 4; ++r) x[r] = bytes_of(codes.low, codes.high, half ? z[r] >> 16 : z[r]);
-        u32 t0 = bytes_of(x[0], x[1], 0x5140), t1 = bytes_of(x[0], x[1], 0x7362);
-        u32 t2 = bytes_of(x[2], x[3], 0x5140), t3 = bytes_of(x[2], x[3], 0x7362);
-        u32 y[4] = {bytes_of(t0, t2, 0x5410), bytes_of(t0, t2, 0x7632), bytes_of(t1, t3, 0x5410),
-                    bytes_of(t1, t3, 0x7632)};
-#pragma unroll
-        for (u32 q = 0; q < 4; ++q) {
-            u32 s = sign_mantissa[half * 4 + q];
-            u32 upper = select_bits(0x80808080u, s, y[q] >> 1);
-            u32 lower = select_bits(0x80808080u, y[q] << 7, s);
-            v[half * 8 + q * 2] = bytes_of(lower, upper, 0x5140);
-            v[half * 8 + q * 2 + 1] = bytes_of(lower, upper, 0x7362);
-        }
+    for (u32 q = 0; q < 4; ++q) {
+        const u32 s = sign_mantissa[q];
+        const u32 upper = select_bits(0x80808080u, s, y[q] >> 1);
+        const u32 lower = select_bits(0x80808080u, y[q] << 7, s);
+        v[q * 2] = bytes_of(lower, upper, 0x5140);
+        v[q * 2 + 1] = bytes_of(lower, upper, 0x7362);
     }
 }
 

@@ -30,15 +30,29 @@ struct Verdict {
 static_assert(sizeof(Verdict) == ZIPCCL_VERDICT_BYTES, "jit.py reads this");
 
 // Keep the first fault: of the lowest step, then of the lowest block.
-__device__ __forceinline__ void report_fault(ReadAccumulators& of_job, u32 step, u64 block, u32 detail) {
-    atomicMax(&of_job.fault, u64(63 - step) << 58 | (((1ull << 42) - 1) - block) << 16 | (detail & 0xffff));
+__device__ __forceinline__ void report_fault(ReadScratch* scratch, u32 job, u32 step, u64 block, u32 detail) {
+    atomicMax(&scratch->of_job[job].fault, u64(63 - step) << 58 | (((1ull << 42) - 1) - block) << 16 | (detail & 0xffff));
 }
 
-// What is loaded of a block, as its readers need it; in shared memory, one a stage.
+// What is loaded of a block, as its readers need it, in one word of shared memory a stage.
 struct BlockPlan {
-    u32 size;   // bytes of the dynamic part; 0 if faulty
-    u32 shift;  // where they begin behind the record in the stage
-    u32 stored, low, faulty;
+    u32 packed;
+
+    __device__ __forceinline__ u32 size() const { return packed & 0xffff; }  // bytes of the dynamic part; 0 if faulty
+    __device__ __forceinline__ u32 shift() const { return packed >> 16 & 15; }  // where they begin behind the record
+    __device__ __forceinline__ bool stored() const { return packed >> 20 & 1; }
+    __device__ __forceinline__ bool low() const { return packed >> 21 & 1; }
+    __device__ __forceinline__ bool faulty() const { return packed >> 22 & 1; }
+};
+static_assert(SPILL_BYTES + 2 * BLOCK_WORDS < 1 << 16, "16 bits hold a dynamic part");
+
+// Where to load the blocks of a frame from.
+struct LoadSource {
+    u64 frame;           // address
+    u64 fixed_bytes;     // static_bytes of what is expected
+    u64 records;         // records_begin of it
+    u64 capacity_bytes;  // of the buffer, at least fixed_bytes: the host saw to it
+    u32 tiles;
 };
 
 // Two directory entries; of the last block, the second is Frame_Bytes.
@@ -80,70 +94,60 @@ struct ReadShared {
     }
 };
 
-__device__ __forceinline__ u64 directory_entry(const FrameJob& job, u64 block) {
-    return *(const volatile u64*)(job.frame + HEADER_BYTES + ENTRY_BYTES * block);
-}
-__device__ __forceinline__ u64 frame_bytes_of(const FrameJob& job) { return ((const volatile u64*)job.frame)[2]; }
-__device__ __forceinline__ u64 codebook_of_frame(const FrameJob& job) {
-    return ((const volatile u64*)job.frame)[8] & ((1ull << 56) - 1);
+__device__ __forceinline__ u64 frame_bytes_of(u64 frame) { return ((const volatile u64*)frame)[2]; }
+__device__ __forceinline__ u64 codebook_of_frame(u64 frame) {
+    return ((const volatile u64*)frame)[8] & ((1ull << 56) - 1);
 }
 
 // Entries straight from device memory.
-__device__ __forceinline__ Entries read_entries(const FrameJob& job, u64 block) {
-    return {directory_entry(job, block),
-            block + 1 < job.tiles ? directory_entry(job, block + 1) : frame_bytes_of(job)};
+__device__ __forceinline__ Entries read_entries(const LoadSource& source, u32 block) {
+    const volatile u64* entries = (const volatile u64*)(source.frame + HEADER_BYTES) + block;
+    return {entries[0], block + 1 < source.tiles ? entries[1] : frame_bytes_of(source.frame)};
 }
 // Entries from a window that was loaded with an earlier block.
-__device__ __forceinline__ Entries window_entries(const u8* window, const FrameJob& job, u64 block) {
+__device__ __forceinline__ Entries window_entries(const u8* window, const LoadSource& source, u32 block) {
     const u64* entries = (const u64*)window + (block & 1);
-    return {entries[0], block + 1 < job.tiles ? entries[1] : frame_bytes_of(job)};
+    return {entries[0], block + 1 < source.tiles ? entries[1] : frame_bytes_of(source.frame)};
 }
 // Where the window of a block's entries begins: inside the static part, whatever follows the directory.
-__device__ __forceinline__ u64 window_address(const FrameJob& job, u64 block) {
-    return job.frame + HEADER_BYTES + ENTRY_BYTES * (block & ~1ull);
+__device__ __forceinline__ u64 window_address(u64 frame, u32 block) {
+    return frame + HEADER_BYTES + u64(ENTRY_BYTES) * (block & ~1u);
 }
 
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ BlockPlan plan_block(const FrameJob& job, u64 block, u32 m, u64 fixed, Entries entries) {
-    const u64 room = job.capacity_bytes - fixed;  // the host checked capacity >= fixed
+__device__ __forceinline__ BlockPlan plan_block(const LoadSource& source, u32 block, u32 m, Entries entries) {
+    const u64 room = source.capacity_bytes - source.fixed_bytes;
     const u64 offset = entries.own & OFFSET_MASK;
-    const u64 end = block + 1 < job.tiles ? entries.next & OFFSET_MASK : entries.next - fixed;
-    BlockPlan plan;
-    plan.stored = u32(entries.own >> 56) & 1;
-    plan.low = u32(entries.own >> 57) & 1;
-    plan.faulty = (entries.own & RESERVED_BITS) != 0 || (ELEMENT_BYTES == 2 && plan.low) || (block == 0 && offset) ||
-                  end < offset || end > room || end - offset > spill_bytes(m) + (ELEMENT_BYTES == 4 ? 2 * m : 0);
-    plan.size = plan.faulty ? 0 : u32(end - offset);
-    plan.shift = plan.faulty ? 0 : u32(fixed + offset) & 15;
-    if (plan.faulty) plan.stored = plan.low = 0;
-    return plan;
+    const u64 end = block + 1 < source.tiles ? entries.next & OFFSET_MASK : entries.next - source.fixed_bytes;
+    const u32 flags = u32(entries.own >> 56);  // stored, low halves, six bits that must be zero
+    const u64 size = end - offset;
+    const bool faulty = (flags & ~(ELEMENT_BYTES == 4 ? 3u : 1u)) || (block == 0 && offset) || end < offset ||
+                        end > room || size > spill_bytes(m) + (ELEMENT_BYTES == 4 ? 2 * m : 0);
+    return {faulty ? 1u << 22 : u32(size) | (u32(offset) & 15) << 16 | flags << 20};
 }
 
 // Load the record and the dynamic part of a block: whole 16-byte pieces, but no byte beyond the buffer; and a window of
 // the directory for the block that will be loaded into this stage next (0: none). By one warp.
 template <u32 ELEMENT_BYTES, u32 STAGES>
-__device__ __forceinline__ void load_block(ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s, const FrameJob& job,
-                                           u64 block, Entries entries, u64 next_window) {
-    const u32 m = block_words(job.n, block), record = u32(align128(record_bytes(m)));
-    const u64 fixed = static_bytes(job.n);
-    const BlockPlan plan = plan_block<ELEMENT_BYTES>(job, block, m, fixed, entries);
+__device__ __forceinline__ void load_block(ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s, const LoadSource& source,
+                                           u32 block, u32 m, Entries entries, u64 next_window) {
+    const BlockPlan plan = plan_block<ELEMENT_BYTES>(source, block, m, entries);
+    const u32 record = m == BLOCK_WORDS ? RECORD_BYTES : u32(align128(record_bytes(m)));
     u8* stage = shared.stage[s];
+    const u64 from = source.frame + source.fixed_bytes + (entries.own & OFFSET_MASK) - plan.shift();
+    u32 whole = (plan.size() + plan.shift() + 15) & ~15u;
     __syncwarp();
-    const u64 from = job.frame + fixed + (entries.own & OFFSET_MASK) - plan.shift;
-    u32 whole = 0;
-    if (plan.size) {
-        whole = (plan.shift + plan.size + 15) & ~15u;
-        const u64 buffer_end = job.frame + job.capacity_bytes;
-        if (from + whole > buffer_end) {  // the last bytes of a buffer that ends with the frame, one by one
-            whole = u32(buffer_end - from) & ~15u;
-            if (lane_of() == 0)
-                for (u32 i = whole; i < plan.shift + plan.size; ++i)
-                    stage[RECORD_BYTES + i] = *(const u8*)(from + i);
-        }
+    const u64 buffer_end = source.frame + source.capacity_bytes;
+    if (plan.size() == 0) {
+        whole = 0;
+    } else if (from + whole > buffer_end) {  // the last bytes of a buffer that ends with the frame, one by one
+        whole = u32(buffer_end - from) & ~15u;
+        if (lane_of() == 0)
+            for (u32 i = whole; i < plan.shift() + plan.size(); ++i) stage[RECORD_BYTES + i] = *(const u8*)(from + i);
     }
     if (lane_of() == 0) shared.plan[s] = plan;
     begin_load(&shared.loaded[s], record + whole + (next_window ? WINDOW_BYTES : 0));
-    load_piece(&shared.loaded[s], stage, job.frame + records_begin(job.n) + block * RECORD_BYTES, record);
+    load_piece(&shared.loaded[s], stage, source.frame + source.records + u64(block) * RECORD_BYTES, record);
     load_piece(&shared.loaded[s], stage + RECORD_BYTES, from, whole);
     if (next_window) load_piece(&shared.loaded[s], shared.window(s), next_window, WINDOW_BYTES);
     end_load(&shared.loaded[s]);
@@ -186,35 +190,41 @@ __device__ __forceinline__ u32 add_low_halves(u8* elements, const u8* low_halves
 // A warp waits for the others only to learn how many escapes precede its own: it says its number early, and asks for
 // theirs late. After it any lane may read any of the warp's elements.
 template <u32 ELEMENT_BYTES, u32 STAGES>
-__device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s, u64 block, u32 m,
-                                              const Codes& codes, u32 counted_parity, ReadAccumulators& of_job) {
+__device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s, u32 block, u32 m,
+                                              const Codes& codes, u32 counted_parity, ReadScratch* scratch, u32 job) {
     const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of(), rotation = slot_rotation();
     const u8* stage = shared.stage[s];
     u8* elements = shared.elements;
     const BlockPlan plan = shared.plan[s];
-    const u8* dynamic = stage + RECORD_BYTES + plan.shift;
-    const u32 spill = spill_bytes(m), low_bytes = plan.low ? 2 * m : 0;
+    const u8* dynamic = stage + RECORD_BYTES + plan.shift();
+    const u32 low_bytes = plan.low() ? 2 * m : 0;
     u32 low_seen = 0;
 
     if (m < BLOCK_WORDS && warp == 0) {  // once a frame
-        const u32 record = record_bytes(m), held = plan.stored && 2 * m < record ? 2 * m : record;
+        const u32 record = record_bytes(m), held = plan.stored() && 2 * m < record ? 2 * m : record;
+#pragma unroll 1
         for (u32 i = held + lane; i < u32(align128(record)); i += 32)
-            if (stage[i]) report_fault(of_job, FAULT_RECORD, block, i);
+            if (stage[i]) report_fault(scratch, job, FAULT_RECORD, block, i);
     }
-    if (!plan.stored) {
-        const u32 valid = valid_words(m);
-        u32 p0, p1, p2;
-        if (m == BLOCK_WORDS) {
-            const u32* planes = (const u32*)(stage + BLOCK_WORDS) + t;
-            p0 = planes[0], p1 = planes[PLANE_BYTES / 4], p2 = planes[2 * PLANE_BYTES / 4];
-        } else {
-            const u32 plane_bytes = (m + 7) / 8;
-            p0 = short_plane(stage + m, plane_bytes, t * 4);
-            p1 = short_plane(stage + m + plane_bytes, plane_bytes, t * 4);
-            p2 = short_plane(stage + m + 2 * plane_bytes, plane_bytes, t * 4);
-            if ((p0 | p1 | p2) & ~valid) report_fault(of_job, FAULT_RECORD, block, t);
+    if (!plan.stored()) {
+        u32 z[4], escaped;
+        {
+            const u32 valid = valid_words(m);
+            u32 p0, p1, p2;
+            if (m == BLOCK_WORDS) {
+                const u32* planes = (const u32*)(stage + BLOCK_WORDS) + t;
+                p0 = planes[0], p1 = planes[PLANE_BYTES / 4], p2 = planes[2 * PLANE_BYTES / 4];
+            } else {
+                const u32 plane_bytes = (m + 7) / 8;
+                p0 = short_plane(stage + m, plane_bytes, t * 4);
+                p1 = short_plane(stage + m + plane_bytes, plane_bytes, t * 4);
+                p2 = short_plane(stage + m + 2 * plane_bytes, plane_bytes, t * 4);
+                if ((p0 | p1 | p2) & ~valid) report_fault(scratch, job, FAULT_RECORD, block, t);
+            }
+            escaped = ~(p0 | p1 | p2) & valid;
+            code_nibbles(__funnelshift_r(p0, p0, 8 * rotation), __funnelshift_r(p1, p1, 8 * rotation),
+                         __funnelshift_r(p2, p2, 8 * rotation), z);
         }
-        u32 escaped = ~(p0 | p1 | p2) & valid;
         const u32 count = __popc(escaped);
         const u32 inclusive = warp_inclusive_sum(count);
         const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
@@ -222,32 +232,33 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
             shared.counts[s][warp] = of_warp;
             arrive(&shared.counted[s]);
         }
-
-        u32 sign_mantissa[8], v[16];
-#pragma unroll
-        for (u32 slot = 0; slot < 4; ++slot) {
-            const u32 at = t * 32 + ((slot + rotation) & 3) * 8;
-            if (m == BLOCK_WORDS) {
-                const uint2 x = *(const uint2*)(stage + at);
-                sign_mantissa[slot * 2] = x.x, sign_mantissa[slot * 2 + 1] = x.y;
-            } else {
-                sign_mantissa[slot * 2] = short_plane(stage, m, at);
-                sign_mantissa[slot * 2 + 1] = short_plane(stage, m, at + 4);
-            }
-        }
-        join_words(__funnelshift_r(p0, p0, 8 * rotation), __funnelshift_r(p1, p1, 8 * rotation),
-                   __funnelshift_r(p2, p2, 8 * rotation), codes, sign_mantissa, v);
         wait_stores_read();
 #pragma unroll
-        for (u32 slot = 0; slot < 4; ++slot) {
-            uint4* to = (uint4*)(elements + chunk_offset<ELEMENT_BYTES>(slot));
-            if (ELEMENT_BYTES == 2) {
-                to[0] = make_uint4(v[slot * 4], v[slot * 4 + 1], v[slot * 4 + 2], v[slot * 4 + 3]);
-            } else {
+        for (u32 half = 0; half < 2; ++half) {
+            u32 sign_mantissa[4], v[8];
 #pragma unroll
-                for (u32 half = 0; half < 2; ++half) {
-                    u32 a = v[slot * 4 + half * 2], b = v[slot * 4 + half * 2 + 1];
-                    to[half] = make_uint4(a << 16, a & 0xffff0000u, b << 16, b & 0xffff0000u);
+            for (u32 odd = 0; odd < 2; ++odd) {
+                const u32 at = t * 32 + ((half * 2 + odd + rotation) & 3) * 8;
+                if (m == BLOCK_WORDS) {
+                    const uint2 x = *(const uint2*)(stage + at);
+                    sign_mantissa[odd * 2] = x.x, sign_mantissa[odd * 2 + 1] = x.y;
+                } else {
+                    sign_mantissa[odd * 2] = short_plane(stage, m, at);
+                    sign_mantissa[odd * 2 + 1] = short_plane(stage, m, at + 4);
+                }
+            }
+            join_words(z, half, codes, sign_mantissa, v);
+#pragma unroll
+            for (u32 odd = 0; odd < 2; ++odd) {
+                uint4* to = (uint4*)(elements + chunk_offset<ELEMENT_BYTES>(half * 2 + odd));
+                if (ELEMENT_BYTES == 2) {
+                    to[0] = make_uint4(v[odd * 4], v[odd * 4 + 1], v[odd * 4 + 2], v[odd * 4 + 3]);
+                } else {
+#pragma unroll
+                    for (u32 q = 0; q < 2; ++q) {
+                        const u32 a = v[odd * 4 + q * 2], b = v[odd * 4 + q * 2 + 1];
+                        to[q] = make_uint4(a << 16, a & 0xffff0000u, b << 16, b & 0xffff0000u);
+                    }
                 }
             }
         }
@@ -256,14 +267,10 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
         const u32 theirs = lane < WARPS ? shared.counts[s][lane] : 0;
         const u32 before = __reduce_add_sync(~0u, lane < warp ? theirs : 0);
         const u32 total = __reduce_add_sync(~0u, theirs);
-        const bool sized = plan.size == total + low_bytes;
-        if (!sized) {
-            if (t == 0 && !plan.faulty)
-                report_fault(of_job, total > spill ? FAULT_CANONICAL : FAULT_RECORD, block, total);
-        } else {
+        if (plan.size() == total + low_bytes) {
             const u8* from = dynamic + before;
             for (u32 i = lane; i < of_warp; i += 32)
-                if (codes.holds(from[i])) report_fault(of_job, FAULT_CANONICAL, block, from[i]);
+                if (codes.holds(from[i])) report_fault(scratch, job, FAULT_CANONICAL, block, from[i]);
             from += inclusive - count;
             u32* mine = (u32*)(elements + t * (THREAD_WORDS * ELEMENT_BYTES));
             while (escaped) {  // exponents of escapes are still zero
@@ -275,17 +282,19 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
                 else
                     atomicOr(mine + i, exponent << 23);
             }
-            if (ELEMENT_BYTES == 4 && plan.low) {
+            if (ELEMENT_BYTES == 4 && low_bytes) {
                 __syncwarp();
                 low_seen = add_low_halves(elements, dynamic + total, m);
             }
+        } else if (t == 0) {
+            report_fault(scratch, job, FAULT_RECORD, block, total);
         }
     } else {
+        const u32 record = record_bytes(m), spill = spill_bytes(m), held = 2 * m < record ? 2 * m : record;
         if (lane == 0) arrive(&shared.counted[s]);  // nobody waits; the phase must end all the same
-        const bool sized = plan.size == spill + low_bytes;
-        if (!sized && t == 0) report_fault(of_job, FAULT_RECORD, block, plan.size);
+        const bool sized = plan.size() == spill + low_bytes;
+        if (!sized && t == 0) report_fault(scratch, job, FAULT_RECORD, block, plan.size());
         wait_stores_read();
-        const u32 record = record_bytes(m), held = 2 * m < record ? 2 * m : record;
         u32 escapes = 0;
 #pragma unroll 1
         for (u32 k = 0; k < THREAD_WORDS; k += 2) {  // two words a lane
@@ -313,7 +322,7 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
         escapes = __reduce_add_sync(~0u, escapes);
         if (lane == 0) shared.counts[s][warp] = escapes;
         __syncwarp();
-        if (ELEMENT_BYTES == 4 && plan.low && sized) low_seen = add_low_halves(elements, dynamic + spill, m);
+        if (ELEMENT_BYTES == 4 && low_bytes && sized) low_seen = add_low_halves(elements, dynamic + spill, m);
     }
     if (ELEMENT_BYTES == 4) {
         low_seen = __any_sync(~0u, low_seen != 0);
@@ -322,23 +331,34 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
     __syncwarp();
 }
 
-// What the last warp to leave a stage does about the block that was in it: its digest sum, mixed, and its escapes.
+// What the warps found out about a block, a warp a lane; read before the next block is loaded over it.
+struct BlockParts {
+    u64 sum;
+    u32 escapes, low;
+};
+template <u32 ELEMENT_BYTES, u32 STAGES>
+__device__ __forceinline__ BlockParts parts_of_block(const ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s) {
+    const u32 lane = lane_of();
+    if (lane >= WARPS) return {0, 0, 0};
+    return {shared.sums[s][lane], shared.counts[s][lane], ELEMENT_BYTES == 4 ? shared.lows[s][lane] : 0};
+}
+
+// What the last warp to leave a stage makes of it: the block's digest sum, mixed, and its escapes.
 struct BlockResult {
     u64 mixed;
     u32 escapes;
 };
-template <u32 ELEMENT_BYTES, u32 STAGES>
-__device__ __forceinline__ BlockResult finish_block(const ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s, u64 block,
-                                                    u32 m, ReadAccumulators& of_job) {
+template <u32 ELEMENT_BYTES>
+__device__ __forceinline__ BlockResult finish_block(BlockParts parts, BlockPlan plan, u32 block, u32 m,
+                                                    ReadScratch* scratch, u32 job) {
     const u32 lane = lane_of();
-    const u64 sum = warp_sum_all(lane < WARPS ? shared.sums[s][lane] : 0);
-    const u32 escapes = __reduce_add_sync(~0u, lane < WARPS ? shared.counts[s][lane] : 0);
-    const BlockPlan plan = shared.plan[s];
-    const u32 low = ELEMENT_BYTES == 4 ? __reduce_or_sync(~0u, lane < WARPS ? shared.lows[s][lane] : 0) : 0;
+    const u64 sum = warp_sum_all(parts.sum);
+    const u32 escapes = __reduce_add_sync(~0u, parts.escapes);
+    const u32 low = ELEMENT_BYTES == 4 ? __reduce_or_sync(~0u, parts.low) : 0;
     if (lane == 0) {
-        if (plan.faulty) report_fault(of_job, FAULT_DIRECTORY, block, 0);
-        if (plan.stored && escapes <= spill_bytes(m)) report_fault(of_job, FAULT_CANONICAL, block, escapes);
-        if (ELEMENT_BYTES == 4 && plan.low && !low) report_fault(of_job, FAULT_CANONICAL, block, 0);
+        if (plan.faulty()) report_fault(scratch, job, FAULT_DIRECTORY, block, 0);
+        if (plan.stored() != (escapes > spill_bytes(m))) report_fault(scratch, job, FAULT_CANONICAL, block, escapes);
+        if (ELEMENT_BYTES == 4 && plan.low() && !low) report_fault(scratch, job, FAULT_CANONICAL, block, 0);
     }
     return {mixed_block_sum(sum, block), escapes};
 }
