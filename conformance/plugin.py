@@ -85,6 +85,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "requires(*flags, **members): capabilities without which the test is UNSUPPORTED",
         "limit_s(seconds): how long one rank may take, in place of --limit-s",
         "operation(name): the collective the test is about, for the report",
+        "proves(*ids): the requirements of docs/CONFORMANCE.md that the test shows",
     ):
         config.addinivalue_line("markers", line)
     if inside():
