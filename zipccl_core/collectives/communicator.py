@@ -489,18 +489,40 @@ class Communicator:
         """What the latest finished data call of this Communicator did, and why; None before the first."""
         return self._exchange.last_decision
 
+    @property
+    def last_arrivals(self) -> list[tuple[int, float]]:
+        """Who came to the latest collective call, and when: (group rank, microseconds after the first), in that order.
+
+        Own time is that of the call, other ranks' that at which their record came here.
+        """
+        return self._exchange.last_arrivals
+
+    @property
+    def arrived_last(self) -> dict[int, int]:
+        """Group rank → collective calls to which it came last: all ranks look slow, and this one is guilty."""
+        return dict(self._exchange.arrived_last)
+
     def stats(self) -> dict[str, dict[str, float]]:
         """Counts since the start, for each operation.
 
         Returns:
             operation → {"calls", "raw_bytes": payload for other ranks, "sent_bytes": what was sent for it, envelopes
-            included, "ratio": raw ÷ sent, "coded_words", "escapes": among those, "phase_two_messages", "compressed"
-            and "native": calls by decision}. Call records and verdicts, 1152 bytes a peer and call, are not counted.
+            included, "ratio": raw ÷ sent, "coded_words", "escapes": among those, "phase_two_messages",
+            "retransmissions": messages that came damaged and were asked for again, "compressed" and "native": calls
+            by decision}. Call records and verdicts, 2048 bytes a peer and call, are not counted.
         """
         report: dict[str, dict[str, float]] = {}
         for operation, books in self._exchange.stats.items():
             sent = books["sent_bytes"]
-            keys = ("calls", "raw_bytes", "sent_bytes", "coded_words", "escapes", "phase_two_messages")
+            keys = (
+                "calls",
+                "raw_bytes",
+                "sent_bytes",
+                "coded_words",
+                "escapes",
+                "phase_two_messages",
+                "retransmissions",
+            )
             report[operation] = {key: books[key] for key in (*keys, "compressed", "native")}
             report[operation]["ratio"] = books["raw_bytes"] / sent if sent else 1.0
         return report

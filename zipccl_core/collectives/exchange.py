@@ -9,7 +9,8 @@ docs/DESIGN.md, "The exchange", says why each step is where it is. In short, for
 4. every rank tells every other how it went, and all raise the same error, or none.
 
 Transport trouble and missed deadlines go another way: the first error published on the store's board is raised by all,
-and the Communicator is finished, since nobody can know what its peers still have in flight.
+and the Communicator is finished, since nobody can know what its peers still have in flight. It closes its connections,
+which wakes whoever waits for it.
 """
 
 from __future__ import annotations
@@ -19,25 +20,26 @@ import queue
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ..errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
 from ..frame import FORMAT_VERSION
 from ..policy.switch import Decision, Policy, explain
 from .board import Board
-from .message import Incoming, Message, as_tensor, dtype_text, encode_message
+from .message import Incoming, Message, dtype_text, encode_message
 from .reduce import ReduceSpec
-from .wire import ALL_RANKS, CallRecord, Verdict
+from .seam import Seam
+from .transport import Control, Transport
+from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Verdict
 
 log = logging.getLogger("zipccl")
 
-_RECORD_TAG, _VERDICT_TAG, _DATA_TAG = 1, 2, 3
+_DATA_TAG = 3
 _TAGS = 1 << 30
 _GRACE_S = 1.0
 
@@ -69,15 +71,16 @@ class Call:
     receives: list[torch.Tensor] = field(default_factory=list)
     same_for_all: bool = False
     spec: ReduceSpec | None = None
-    native: Callable[[dist.ProcessGroup, timedelta], None] | None = None
+    native: Callable[[Any, timedelta], None] | None = None
     native_reason: str = ""
     finish: Callable[[], None] = lambda: None
     invalid: InvalidArgument | None = None
     stage: int = 0
     sequence: int = -1
-    heard: dict[int, set[int]] = field(default_factory=lambda: {_RECORD_TAG: set(), _VERDICT_TAG: set()})
-    record_sends: list[Any] = field(default_factory=list)
-    send_failure: BaseException | None = None
+    control_sends: list[tuple[int, Any]] = field(default_factory=list)
+    send_failure: tuple[int, RuntimeError] | None = None
+    arrivals_s: dict[int, float] = field(default_factory=dict)
+    messages: dict[int, Message] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     error: ZipcclError | None = None
     decision: Decision | None = None
@@ -161,17 +164,16 @@ class Exchange:
         self._stopped = False
         self._lock = threading.Lock()
         self._books_lock = threading.Lock()
+        self.seam: Seam | None = None
+        self.last_arrivals: list[tuple[int, float]] = []
+        self.arrived_last: Counter[int] = Counter()
+        self._pending: ZipcclError | None = None
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
-        self._stash: dict[int, dict[int, deque[bytes]]] = {
-            tag: {p: deque() for p in self._peers} for tag in (_RECORD_TAG, _VERDICT_TAG)
+        self._stash: dict[int, dict[bytes, deque[Control]]] = {
+            p: {CallRecord.MAGIC: deque(), Verdict.MAGIC: deque()} for p in self._peers
         }
-        self._groups: dict[str, Any] = {}
-        if size > 1:
-            # The backend's own timeout stands above ours: ours names the rank.
-            timeout = timedelta(seconds=policy.timeout_s + 60)
-            for name in ("control", "data", "phase_two", "native"):
-                store = board.backend_store(name)
-                self._groups[name] = dist.ProcessGroupGloo(store, rank, size, timeout)
+        self._lost: dict[int, str] = {}
+        self.transport = Transport(board, rank, size, policy.timeout_s)
         self._thread = threading.Thread(target=self._run, name="zipccl-progress", daemon=True)
         self._thread.start()
 
@@ -184,12 +186,14 @@ class Exchange:
             for call in calls:
                 call.sequence = self._sequence
                 self._sequence += 1
-                try:
-                    for peer in self._peers:
-                        record = call.record_for(self.rank, peer).pack()
-                        call.record_sends.append(self.send("control", record, peer, _RECORD_TAG))
-                except (RuntimeError, KeyError) as exc:  # KeyError: the groups went just now; `broken` says why
-                    call.send_failure = exc
+                self.reached("issue", call)
+                call.arrivals_s[self.rank] = time.monotonic()
+                for peer in self._peers:
+                    try:
+                        work = self.transport.send_control(call.record_for(self.rank, peer).pack(), peer)
+                        call.control_sends.append((peer, work))
+                    except RuntimeError as exc:
+                        call.send_failure = call.send_failure or (peer, exc)
                 self._calls.put(call)
         return Work(calls)
 
@@ -208,6 +212,12 @@ class Exchange:
         if threading.current_thread() is not self._thread:
             self._thread.join(timeout_s)
 
+    def reached(self, phase: str, call: Call, peer: int = -1, data: torch.Tensor | None = None) -> torch.Tensor | None:
+        """Tell the seam, if there is one; see Seam."""
+        if self.seam is None:
+            return None
+        return self.seam.reached(phase, call.operation, call.sequence, peer, data)
+
     # The progress thread
 
     def _run(self) -> None:
@@ -223,45 +233,96 @@ class Exchange:
                 )
             finally:
                 call.finish = lambda: None  # let go of the caller's tensors
-                call.sends, call.receives, call.native = [], [], None
+                call.sends, call.receives, call.messages, call.native = [], [], {}, None
                 call.done.set()
                 del call
-        self._groups.clear()
+        self.transport.close()
 
     def _execute(self, call: Call) -> None:
         if self.broken is not None:
             raise again(self.broken)
         deadline = time.monotonic() + self.policy.timeout_s
         if call.send_failure is not None:
-            raise self.transport_failed(title(call), call.send_failure, self._peers)
+            raise self.transport_failed(title(call), call.send_failure[1], [call.send_failure[0]])
+        pending, self._pending = self._pending, None  # what the call before found out after it had returned
         transfers: list[Any] = []
-        verdict = Verdict(call.sequence, self.rank)
+        refused: _Refused | None = None
+        complete = False
         try:
-            self._exchange(call, deadline, transfers)
-            if call.invalid is not None:
-                verdict = Verdict(call.sequence, self.rank, call.invalid)
-        except _Refused as refused:
-            verdict = Verdict(call.sequence, self.rank, refused.error, refused.fatal)
-        verdicts = self._share_verdict(call, verdict, deadline + _GRACE_S)
+            complete = self._exchange(call, deadline, transfers)
+        except _Refused as exc:
+            refused = exc
+        late = self.policy.verify == "late" and pending is None
+        late = late and (complete if refused is None else bool(refused.damaged))
+        if late:
+            self._finish(call)
+            call.done.set()
+        error = self._agree(call, refused, deadline, transfers)
+        if self.policy.verify == "late":
+            self._pending = error  # the next call raises it on all ranks, those too that raise it now
+        if late:
+            return
+        if pending is not None or error is not None:
+            raise pending or error or AssertionError
+        self._finish(call)
+
+    def _finish(self, call: Call) -> None:
+        self.reached("reduce", call)
+        call.finish()
+        self._account(call, call.messages)
+
+    def _agree(self, call: Call, refused: _Refused | None, deadline: float, transfers: list[Any]) -> ZipcclError | None:
+        """Share this rank's verdict on a call, repair what can be repaired, end its transfers; the ranks' one error."""
+        verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
         error = next((v.error for v in verdicts if v.error is not None), None)
         if error is not None and any(v.fatal for v in verdicts):
             raise self._break(error)
         for peer, work in transfers:  # all peers have spoken, so these are done or about to be
             self._wait(call, work, deadline + _GRACE_S, [peer])
-        for work in call.record_sends:
-            self._wait(call, work, deadline + _GRACE_S, self._peers)
-        if error is not None:
-            raise error
-        call.finish()
+        transfers.clear()
+        for peer, work in call.control_sends:
+            self._wait(call, work, deadline + _GRACE_S, [peer])
+        call.control_sends.clear()
+        repairable = self.policy.retransmit and self.policy.verify == "wait"
+        if error is not None and repairable and all(v.error is None or v.damaged for v in verdicts):
+            return self._retransmit(call, verdicts, time.monotonic() + self.policy.timeout_s)
+        return error
 
-    def _exchange(self, call: Call, deadline: float, transfers: list[Any]) -> None:
-        """Records, phase one, phase two; _Refused if something that came is wrong."""
-        messages = self._encode(call)
+    def _retransmit(self, call: Call, verdicts: list[Verdict], deadline: float) -> ZipcclError | None:
+        """Send the messages that came damaged once more, as they are; every rank knows which from the verdicts."""
+        plain = replace(self.policy, compress="never")
+        tag = _DATA_TAG + call.sequence % _TAGS
+        transfers: list[Any] = []
         arrivals: list[tuple[Incoming, Any]] = []
-        complaint: _Refused | None = None
+        for verdict in verdicts:
+            if self.rank in verdict.damaged:
+                message = encode_message(plain, call.sends[verdict.src], call.sequence, self.rank, verdict.src)
+                transfers += [(verdict.src, w) for w in self.transport.send_message(message, verdict.src, tag)]
+                self.count(call.operation, [message], 0)
+        for src in verdicts[self.rank].damaged:
+            incoming = Incoming(plain, call.receives[src], call.sequence, src, self.rank)
+            arrivals.append((incoming, self.transport.recv("data", incoming.phase_one, src, tag)))
+        refused: _Refused | None = None
+        for incoming, work in arrivals:
+            self._wait(call, work, deadline, [incoming.src])
+            refused = self._open(call, incoming, []) or refused
+        with self._books_lock:
+            self.stats.setdefault(call.operation, Counter())["retransmissions"] += len(arrivals)
+        log.warning("rank %d: %s: %d damaged messages were sent again", self.rank, title(call), len(arrivals))
+        again_verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
+        for peer, work in transfers:
+            self._wait(call, work, deadline + _GRACE_S, [peer])
+        return next((v.error for v in again_verdicts if v.error is not None), None)
+
+    def _exchange(self, call: Call, deadline: float, transfers: list[Any]) -> bool:
+        """Records, phase one, phase two; whether all is here. _Refused if something that came is wrong."""
+        messages = call.messages = self._encode(call)
+        if call.sends and call.native is None and call.invalid is None:
+            call.receives[self.rank].copy_(call.sends[self.rank])
+        arrivals: list[tuple[Incoming, Any]] = []
+        refused: _Refused | None = None
         all_valid = call.invalid is None
-        for _ in self._peers:
-            src, data = self._next_control(call, _RECORD_TAG, CallRecord.BYTES, deadline)
+        for src, data in self._control(call, CallRecord.MAGIC, deadline):
             try:
                 record = CallRecord.parse(data)
             except ZipcclError as exc:
@@ -274,25 +335,42 @@ class Exchange:
                 wrong = f"{title(call)}: {wrong}; call it alike on all ranks"
                 # A rank that closes makes no further call: the others cannot go on either.
                 closes = "close" in (call.operation, record.operation)
-                complaint = complaint or _Refused(PeerError(wrong), closes)
+                refused = _Refused(PeerError(wrong), closes).after(refused)
             elif call.native is None:
                 self._post(call, src, messages, arrivals, transfers)
+        self._note_arrivals(call)
+        if call.invalid is not None:
+            refused = _Refused(call.invalid, False).after(refused)
         overflows: list[tuple[Incoming, Any]] = []
         for incoming, work in arrivals:
             self._wait(call, work, deadline, [incoming.src])
-            complaint = self._open(call, incoming, overflows) or complaint
+            self.received("receive", call, incoming.src, incoming.phase_one)
+            refused = _after(refused, self._open(call, incoming, overflows))
         for incoming, work in overflows:
             self._wait(call, work, deadline, [incoming.src])
-            complaint = self._unpack(call, incoming) or complaint
-        if complaint is not None:
-            raise complaint
+            self.received("receive_phase_two", call, incoming.src, work.tensor)
+            refused = _after(refused, self._unpack(call, incoming))
+        if refused is not None:
+            raise refused
         if not all_valid:
-            return
+            return False
         if call.native is not None and self._peers:
             self._run_native(call, deadline)
-        elif call.sends:
-            call.receives[self.rank].copy_(call.sends[self.rank])
-        self._account(call, messages)
+        return True
+
+    def received(self, phase: str, call: Call, src: int, buffer: torch.Tensor) -> None:
+        """Let the seam see, and perhaps change, bytes that have come."""
+        changed = self.reached(phase, call, src, buffer)
+        if changed is not None:
+            buffer.copy_(changed)
+
+    def _note_arrivals(self, call: Call) -> None:
+        """Who came when, in microseconds after the first."""
+        first = min(call.arrivals_s.values())
+        order = sorted(call.arrivals_s.items(), key=lambda item: item[1])
+        self.last_arrivals = [(rank, (at - first) * 1e6) for rank, at in order]
+        if len(order) > 1:
+            self.arrived_last[order[-1][0]] += 1
 
     def _encode(self, call: Call) -> dict[int, Message]:
         """Every message this rank will send: peer → message; one object for all peers if they get the same."""
@@ -302,6 +380,7 @@ class Exchange:
         for peer in self._peers if call.sends else []:
             if call.sends[peer].numel() == 0:
                 continue
+            self.reached("encode", call, peer, call.sends[peer])
             if call.same_for_all and messages:
                 messages[peer] = next(iter(messages.values()))
             else:
@@ -320,10 +399,24 @@ class Exchange:
         """Post phase one to and from a peer whose record agrees, and phase two to it if the prefix overflowed."""
         tag = _DATA_TAG + call.sequence % _TAGS
         if (message := messages.get(peer)) is not None:
-            transfers += [(peer, work) for work in self.send_message(message, peer, tag)]
+            message = self.sent(call, peer, message)
+            transfers += [(peer, work) for work in self.transport.send_message(message, peer, tag)]
         if call.receives and call.receives[peer].numel():
             incoming = Incoming(self.policy, call.receives[peer], call.sequence, peer, self.rank)
-            arrivals.append((incoming, self.recv("data", incoming.phase_one, peer, tag)))
+            arrivals.append((incoming, self.transport.recv("data", incoming.phase_one, peer, tag)))
+
+    def sent(self, call: Call, peer: int, message: Message) -> Message:
+        """The message as the seam lets it go."""
+        if self.seam is None:
+            return message
+        one, two = self.reached("send", call, peer, message.phase_one), None
+        if message.phase_two is not None:
+            two = self.reached("send_phase_two", call, peer, message.phase_two)
+        return replace(
+            message,
+            phase_one=message.phase_one if one is None else one,
+            phase_two=message.phase_two if two is None else two,
+        )
 
     def _open(self, call: Call, incoming: Incoming, overflows: list[tuple[Incoming, Any]]) -> _Refused | None:
         """Look at a message whose phase one is here: unpack it, or post its phase two."""
@@ -335,70 +428,80 @@ class Exchange:
         if rest is None:
             return self._unpack(call, incoming)
         tag = _DATA_TAG + call.sequence % _TAGS
-        overflows.append((incoming, self.recv("phase_two", rest, incoming.src, tag)))
+        overflows.append((incoming, self.transport.recv("phase_two", rest, incoming.src, tag)))
         return None
 
     def _unpack(self, call: Call, incoming: Incoming) -> _Refused | None:
         """Decode or copy a message that is here whole, and verify it."""
+        self.reached("decode", call, incoming.src)
         try:
             incoming.unpack()
         except ZipcclError as exc:
-            return _Refused(type(exc)(f"{self._where(call, incoming)}: {exc}"), False)
+            return _Refused(type(exc)(f"{self._where(call, incoming)}: {exc}"), False, (incoming.src,))
         return None
 
     def _run_native(self, call: Call, deadline: float) -> None:
         assert call.native is not None
         try:
-            call.native(self._groups["native"], timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            call.native(self.transport.group("native"), timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as exc:
             if "imed out" in str(exc) or "onnection" in str(exc):
                 raise self.transport_failed(title(call), exc, self._peers) from exc
             raise _Refused(InvalidArgument(f"{title(call)}: the backend refuses it: {exc}"), False) from exc
 
-    def _share_verdict(self, call: Call, verdict: Verdict, deadline: float) -> list[Verdict]:
+    def _share_verdict(self, call: Call, refused: _Refused | None, deadline: float) -> list[Verdict]:
         """All ranks' verdicts on a call, in rank order."""
-        packed = verdict.pack()
+        mine = Verdict(call.sequence, self.rank)
+        if refused is not None:
+            damaged = refused.damaged if len(refused.damaged) <= MOST_DAMAGED else ()
+            mine = Verdict(call.sequence, self.rank, refused.error, refused.fatal, damaged)
+        packed = mine.pack()
         verdicts = {self.rank: Verdict.parse(packed)}  # as the peers read it
+        self.reached("verdict", call)
         for peer in self._peers:
-            call.record_sends.append(self.send("control", packed, peer, _VERDICT_TAG))
-        for _ in self._peers:
-            src, data = self._next_control(call, _VERDICT_TAG, Verdict.BYTES, deadline)
+            try:
+                call.control_sends.append((peer, self.transport.send_control(packed, peer)))
+            except RuntimeError as exc:
+                raise self.transport_failed(title(call), exc, [peer]) from exc
+        for src, data in self._control(call, Verdict.MAGIC, deadline):
             verdicts[src] = Verdict.parse(data)
             if verdicts[src].sequence != call.sequence:
                 raise PeerError(f"{title(call)}: rank {src} speaks of call #{verdicts[src].sequence}")
         return [verdicts[r] for r in range(self.size)]
 
-    def _next_control(self, call: Call, tag: int, size: int, deadline: float) -> tuple[int, bytes]:
-        """The next record or verdict of this call: from whichever peer is first, one a peer and call."""
-        heard, stash = call.heard[tag], self._stash[tag]
-        while True:
-            for peer in self._peers:
-                if peer not in heard and stash[peer]:
-                    heard.add(peer)
-                    return peer, stash[peer].popleft()
-            buffer = torch.empty(size, dtype=torch.uint8)
-            missing = [p for p in self._peers if p not in heard]
-            work = self._groups["control"].recv_anysource([buffer], tag)
-            self._wait(call, work, deadline, missing)
-            stash[work._source_rank()].append(buffer.numpy().tobytes())
+    def _control(self, call: Call, kind: bytes, deadline: float) -> Iterator[tuple[int, bytes]]:
+        """One control message of a kind from every peer, whoever is first."""
+        missing = list(self._peers)
+        while missing:
+            peer = next((p for p in missing if self._stash[p][kind]), None)
+            if peer is None:
+                self._hear(title(call), missing, deadline)
+                continue
+            missing.remove(peer)
+            control = self._stash[peer][kind].popleft()
+            assert control.data is not None
+            if kind == CallRecord.MAGIC:
+                call.arrivals_s[peer] = control.arrived_s
+            yield peer, control.data
+
+    def _hear(self, what: str, missing: list[int], deadline: float) -> None:
+        """Take one control message from the inbox; the agreed fatal error if none comes or one of `missing` is gone."""
+        gone = next((p for p in missing if p in self._lost), None)
+        if gone is not None:
+            raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
+        try:
+            control = self.transport.inbox.get(timeout=max(deadline - time.monotonic(), 0.001))
+        except queue.Empty as exc:
+            raise self.transport_failed(what, RuntimeError("timed out"), missing) from exc
+        if control.data is None:
+            self._lost[control.src] = control.lost
+            return
+        stash = self._stash[control.src]
+        kind = control.data[:4]
+        # What is neither is damaged; whoever parses it says so.
+        (stash[kind] if kind in stash else stash[CallRecord.MAGIC]).append(control)
 
     # Waiting, and giving up
-
-    def send(self, group: str, data: bytes, peer: int, tag: int) -> Any:
-        """Post bytes to a peer on one of the groups; a Work that keeps them alive."""
-        tensor = as_tensor(data)
-        return _Kept(self._groups[group].send([tensor], peer, tag), tensor)
-
-    def recv(self, group: str, buffer: torch.Tensor, peer: int, tag: int) -> Any:
-        """Post a receive from a peer on one of the groups; a Work."""
-        return self._groups[group].recv([buffer], peer, tag)
-
-    def send_message(self, message: Message, peer: int, tag: int) -> list[Any]:
-        """Post both phases of a message; a Work for each."""
-        works = [_Kept(self._groups["data"].send([message.phase_one], peer, tag), message.phase_one)]
-        if message.phase_two is not None:
-            works.append(_Kept(self._groups["phase_two"].send([message.phase_two], peer, tag), message.phase_two))
-        return works
 
     def _wait(self, call: Call, work: Any, deadline: float, waiting_for: list[int]) -> None:
         self.wait_until(deadline, work, title(call), waiting_for)
@@ -437,7 +540,7 @@ class Exchange:
     def _break(self, error: ZipcclError) -> ZipcclError:
         """No call can follow; peers that wait for this rank notice by its closed connections."""
         self.broken = error
-        self._groups.clear()
+        self.transport.abort()
         return again(error)
 
     # Books
@@ -486,22 +589,28 @@ class Exchange:
 
 
 class _Refused(Exception):
-    """Something that came, or was given, is wrong in a way that the verdict can tell all ranks."""
+    """Something that came, or was given, is wrong in a way that the verdict can tell all ranks.
 
-    def __init__(self, error: ZipcclError, fatal: bool) -> None:
+    Attributes:
+        error: what to raise.
+        fatal: transfers may be left hanging.
+        damaged: peers whose message was damaged, if nothing else is wrong.
+    """
+
+    def __init__(self, error: ZipcclError, fatal: bool, damaged: tuple[int, ...] = ()) -> None:
         super().__init__(str(error))
-        self.error, self.fatal = error, fatal
+        self.error, self.fatal, self.damaged = error, fatal, damaged
+
+    def after(self, first: _Refused | None) -> _Refused:
+        """Both in one: the error of the first."""
+        if first is None:
+            return self
+        damaged = (*first.damaged, *self.damaged) if first.damaged and self.damaged else ()
+        return _Refused(first.error, first.fatal or self.fatal, damaged)
 
 
-@dataclass
-class _Kept:
-    """A send together with the tensor that must live until it is done."""
-
-    work: Any
-    tensor: torch.Tensor
-
-    def wait(self, timeout: timedelta) -> None:
-        self.work.wait(timeout)
+def _after(first: _Refused | None, second: _Refused | None) -> _Refused | None:
+    return first if second is None else second.after(first)
 
 
 def title(call: Call) -> str:

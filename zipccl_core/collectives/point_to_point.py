@@ -99,6 +99,7 @@ class _Channel:
         deadline = time.monotonic() + exchange.policy.timeout_s
         message = None
         if self._is_sender and call.sends and call.sends[0].numel():
+            exchange.reached("encode", call, self._peer, call.sends[0])
             message = encode_message(exchange.policy, call.sends[0], call.sequence, exchange.rank, self._peer)
         mine = CallRecord(
             call.sequence,
@@ -118,9 +119,11 @@ class _Channel:
             if wrong:
                 error = PeerError(f"{title}: {wrong}; call it alike on both ranks")
             elif message is not None:
-                transfers = exchange.send_message(message, self._peer, self._first_tag + _DATA)
+                outgoing = exchange.sent(call, self._peer, message)
+                transfers = exchange.transport.send_message(outgoing, self._peer, self._first_tag + _DATA)
             elif call.receives and call.receives[0].numel():
                 error, fatal = self._receive(call, call.receives[0], deadline, title)
+        exchange.reached("verdict", call, self._peer)
         verdict = Verdict(call.sequence, exchange.rank, error, fatal).pack()
         answer = Verdict.parse(self._swap(verdict, Verdict.BYTES, _VERDICT, deadline + 1.0, title))
         both = sorted((Verdict.parse(verdict), answer), key=lambda v: v.src)
@@ -138,16 +141,19 @@ class _Channel:
         """What is wrong with what came, and whether a phase two may be left hanging."""
         exchange, tag = self._exchange, self._first_tag + _DATA
         incoming = Incoming(exchange.policy, flat, call.sequence, self._peer, exchange.rank)
-        work = exchange.recv("data", incoming.phase_one, self._peer, tag)
+        work = exchange.transport.recv("data", incoming.phase_one, self._peer, tag)
         exchange.wait_until(deadline, work, title, [self._peer])
+        exchange.received("receive", call, self._peer, incoming.phase_one)
         try:
             rest = incoming.open()
         except CorruptFrame as exc:
             return CorruptFrame(f"{title}: {exc}"), incoming.coded
         try:
             if rest is not None:
-                work = exchange.recv("phase_two", rest, self._peer, tag)
+                work = exchange.transport.recv("phase_two", rest, self._peer, tag)
                 exchange.wait_until(deadline, work, title, [self._peer])
+                exchange.received("receive_phase_two", call, self._peer, rest)
+            exchange.reached("decode", call, self._peer)
             incoming.unpack()
         except ZipcclError as exc:
             if exchange.broken is not None:
@@ -162,9 +168,9 @@ class _Channel:
         out, back = (tag, tag + _MIRROR) if self._is_sender else (tag + _MIRROR, tag)
         buffer = torch.empty(size, dtype=torch.uint8)
         try:
-            sent = exchange.send("control", data, self._peer, out)
-            came = exchange.recv("control", buffer, self._peer, back)
-        except (RuntimeError, KeyError) as exc:
+            sent = exchange.transport.send("control", data, self._peer, out)
+            came = exchange.transport.recv("control", buffer, self._peer, back)
+        except RuntimeError as exc:
             raise exchange.transport_failed(title, exc, [self._peer]) from exc
         exchange.wait_until(deadline, came, title, [self._peer])
         exchange.wait_until(deadline, sent, title, [self._peer])

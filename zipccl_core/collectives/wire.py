@@ -43,6 +43,8 @@ ERROR_KINDS: tuple[type[ZipcclError], ...] = (
 )
 
 ALL_RANKS = 0xFFFFFFFF
+CONTROL_BYTES = 1024
+MOST_DAMAGED = 64
 _CRC = struct.Struct("<I")
 
 
@@ -88,14 +90,14 @@ class CallRecord:
     root: int = -1
     valid: bool = True
 
-    BYTES = 128
+    BYTES = CONTROL_BYTES
     _BODY = struct.Struct("<4sHBBQI16s16sIQQQi")
-    _MAGIC = b"ZCLL"
+    MAGIC = b"ZCLL"
 
     def pack(self) -> bytes:
-        """128 bytes."""
+        """CONTROL_BYTES bytes."""
         body = self._BODY.pack(
-            self._MAGIC,
+            self.MAGIC,
             FORMAT_VERSION,
             OPERATIONS.index(self.operation),
             self.valid,
@@ -119,7 +121,7 @@ class CallRecord:
         factor_bits, send_words, recv_words, total_words, root = fields[8:]
         if version != FORMAT_VERSION:
             raise UnsupportedFrame(f"call record of format {version}, this build speaks {FORMAT_VERSION}")
-        if magic != cls._MAGIC or operation >= len(OPERATIONS):
+        if magic != cls.MAGIC or operation >= len(OPERATIONS):
             raise CorruptFrame(f"call record: magic {magic!r}, operation {operation} are none of ours")
         return cls(
             sequence,
@@ -207,33 +209,38 @@ class Verdict:
         sequence, src: as in the call record.
         error: kind and text, None if all went well.
         fatal: transfers may be left hanging, so that the Communicator cannot go on.
+        damaged: ranks whose message to src was damaged, if that is all that is wrong; at most MOST_DAMAGED.
     """
 
     sequence: int
     src: int
     error: ZipcclError | None = field(default=None)
     fatal: bool = False
+    damaged: tuple[int, ...] = ()
 
-    BYTES = 1024
-    _BODY = struct.Struct("<4sBBQIH")
-    _MAGIC = b"ZVER"
+    BYTES = CONTROL_BYTES
+    _BODY = struct.Struct(f"<4sBBQIHH{MOST_DAMAGED}I")
+    _TEXT_BYTES = CONTROL_BYTES - _BODY.size - _CRC.size
+    MAGIC = b"ZVER"
 
     def pack(self) -> bytes:
-        """1024 bytes; longer texts are cut."""
+        """CONTROL_BYTES bytes; a longer text is cut."""
         kind, text = (0, b"") if self.error is None else (1 + _kind_index(self.error), str(self.error).encode())
-        text = text[: self.BYTES - self._BODY.size - _CRC.size]
-        head = self._BODY.pack(self._MAGIC, kind, self.fatal, self.sequence, self.src, len(text))
-        return _seal(head + text, self.BYTES)
+        text = text[: self._TEXT_BYTES]
+        damaged = (*self.damaged, *[0] * (MOST_DAMAGED - len(self.damaged)))
+        numbers = (kind, self.fatal, self.sequence, self.src, len(text), len(self.damaged), *damaged)
+        return _seal(self._BODY.pack(self.MAGIC, *numbers) + text, self.BYTES)
 
     @classmethod
     def parse(cls, data: bytes) -> Verdict:
         """Raises CorruptFrame if damaged."""
         body = _unseal(data, "verdict")
-        magic, kind, fatal, sequence, src, text_bytes = cls._BODY.unpack_from(body)
-        if magic != cls._MAGIC or kind > len(ERROR_KINDS) or text_bytes > cls.BYTES - cls._BODY.size - _CRC.size:
+        magic, kind, fatal, sequence, src, text_bytes, n_damaged, *damaged = cls._BODY.unpack_from(body)
+        if magic != cls.MAGIC or kind > len(ERROR_KINDS) or text_bytes > cls._TEXT_BYTES or n_damaged > MOST_DAMAGED:
             raise CorruptFrame(f"verdict: magic {magic!r}, kind {kind} are none of ours")
         text = body[cls._BODY.size : cls._BODY.size + text_bytes].decode(errors="replace")
-        return cls(sequence, src, ERROR_KINDS[kind - 1](text) if kind else None, bool(fatal))
+        error = ERROR_KINDS[kind - 1](text) if kind else None
+        return cls(sequence, src, error, bool(fatal), tuple(damaged[:n_damaged]))
 
 
 def _kind_index(error: ZipcclError) -> int:

@@ -12,6 +12,7 @@ from ..frame import DTYPES, align128, max_frame_bytes, static_bytes
 COMPRESS = ("auto", "always", "never")
 CODEBOOKS = ("fitted", "gaussian")
 REDUCTIONS = ("ordered", "native")
+VERIFY = ("wait", "late")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,9 @@ class Policy:
         prefix_percent: dynamic bytes sent with the static part, in percent of the words; the rest is phase two.
         reduction: "ordered" sums in rank order with the same bits whether coded or not; "native" lets calls that are
             not coded use the backend's own sum, whose bits differ.
+        verify: "wait" knows the verdict on every message before wait() returns; "late" returns as soon as this rank
+            has its words, and the next call (barrier and close count) raises what was wrong, on all ranks.
+        retransmit: with "wait", messages that came damaged are sent once more, uncoded, before it is an error.
         timeout_s: seconds a call waits for its peers before RankTimeout.
     """
 
@@ -34,10 +38,12 @@ class Policy:
     codebook: Literal["fitted", "gaussian"] | Codebook = "fitted"
     prefix_percent: float = 3.0
     reduction: Literal["ordered", "native"] = "ordered"
+    verify: Literal["wait", "late"] = "wait"
+    retransmit: bool = False
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
-        for field, allowed in (("compress", COMPRESS), ("reduction", REDUCTIONS)):
+        for field, allowed in (("compress", COMPRESS), ("reduction", REDUCTIONS), ("verify", VERIFY)):
             if getattr(self, field) not in allowed:
                 raise InvalidArgument(f"Policy: {field} must be one of {allowed}, got {getattr(self, field)!r}")
         if not isinstance(self.codebook, Codebook) and self.codebook not in CODEBOOKS:

@@ -7,7 +7,7 @@ from zipccl_core.errors import CorruptFrame, UnsupportedFrame
 
 RECORD = CallRecord(7, "reduce_scatter_tensor", 2, "bfloat16", "premul_sum", 0x3F000000, 5, 6)
 ENVELOPE = Envelope(1 << 40, 3, ALL_RANKS, True, 1 << 50, (1 << 64) - 1)
-VERDICT = Verdict(9, 1, CorruptFrame("message from rank 0 to rank 1: Digest …"), True)
+VERDICT = Verdict(9, 1, CorruptFrame("message from rank 0 to rank 1: Digest …"), True, (0, 70_000))
 
 
 @pytest.mark.parametrize("sent", [RECORD, ENVELOPE, Verdict(9, 1)], ids=lambda m: type(m).__name__)
@@ -24,9 +24,15 @@ def test_a_verdict_keeps_kind_and_text(kind: type) -> None:
     assert str(came.error) == "rank 2 − this"
 
 
+def test_a_verdict_names_the_ranks_whose_messages_were_damaged() -> None:
+    assert Verdict.parse(VERDICT.pack()).damaged == (0, 70_000)
+    many = tuple(range(64))
+    assert Verdict.parse(Verdict(1, 0, CorruptFrame("all of them"), damaged=many).pack()).damaged == many
+
+
 def test_a_long_text_is_cut_and_stays_readable() -> None:
     came = Verdict.parse(Verdict(3, 2, CorruptFrame("é" * 5000)).pack())
-    assert str(came.error).startswith("é" * 400)
+    assert str(came.error).startswith("é" * 350)
 
 
 @pytest.mark.parametrize("sent", [RECORD, ENVELOPE, VERDICT], ids=lambda m: type(m).__name__)

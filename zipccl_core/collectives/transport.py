@@ -1,0 +1,147 @@
+"""The connections of one Communicator: gloo groups of its own, and who listens to the peers.
+
+Records and verdicts are control messages. One listener thread a peer receives them, so that waiting for one has an
+exact deadline, the order of arrival is known, and a peer whose connection closes is noticed at once, whatever this rank
+is waiting for. (A gloo wait that runs out closes every connection of its group: it serves to give up, and for nothing
+else.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .board import Board
+from .message import Message, as_tensor
+from .wire import CONTROL_BYTES
+
+_CONTROL_TAG, _ABORT_TAG = 1, 2
+_FOREVER = timedelta(days=3650)
+_FAREWELL_S = 2.0
+_BYE = b"ZBYE".ljust(CONTROL_BYTES, b"\0")
+GROUPS = ("control", "data", "phase_two", "native")
+
+
+@dataclass(frozen=True)
+class Control:
+    """A control message, or the news that no more will come from a peer.
+
+    Attributes:
+        src: the peer, a group rank.
+        data: CONTROL_BYTES bytes; None if the peer is gone.
+        arrived_s: time.monotonic() when it came.
+        lost: why the peer is gone.
+    """
+
+    src: int
+    data: bytes | None
+    arrived_s: float
+    lost: str = ""
+
+
+class Transport:
+    """Groups, listeners and the inbox.
+
+    Args:
+        board: where the groups find each other.
+        rank, size: in the group.
+        timeout_s: of the policy; the groups' own stands above it, since ours names the rank.
+    """
+
+    def __init__(self, board: Board, rank: int, size: int, timeout_s: float) -> None:
+        self.inbox: queue.SimpleQueue[Control] = queue.SimpleQueue()
+        self._peers = [r for r in range(size) if r != rank]
+        self._groups: dict[str, Any] = {}
+        self._listeners: list[threading.Thread] = []
+        if not self._peers:
+            return
+        timeout = timedelta(seconds=timeout_s + 60)
+        for name in GROUPS:
+            self._groups[name] = dist.ProcessGroupGloo(board.backend_store(name), rank, size, timeout)
+        for peer in self._peers:
+            thread = threading.Thread(target=self._listen, args=(peer,), name=f"zipccl-listener-{peer}", daemon=True)
+            self._listeners.append(thread)
+            thread.start()
+
+    def group(self, name: str) -> Any:
+        """One of GROUPS; RuntimeError once they are gone."""
+        try:
+            return self._groups[name]
+        except KeyError:
+            raise RuntimeError("the connections of this Communicator are closed") from None
+
+    def send(self, group: str, data: bytes | torch.Tensor, peer: int, tag: int) -> Any:
+        """Post bytes to a peer; a Work that keeps them alive."""
+        tensor = as_tensor(data) if isinstance(data, bytes) else data
+        return _Kept(self.group(group).send([tensor], peer, tag), tensor)
+
+    def recv(self, group: str, buffer: torch.Tensor, peer: int, tag: int) -> Any:
+        """Post a receive from a peer; a Work."""
+        return _Kept(self.group(group).recv([buffer], peer, tag), buffer)
+
+    def send_control(self, data: bytes, peer: int) -> Any:
+        """Post a control message of CONTROL_BYTES."""
+        return self.send("control", data, peer, _CONTROL_TAG)
+
+    def send_message(self, message: Message, peer: int, tag: int) -> list[Any]:
+        """Post both phases of a message; a Work for each."""
+        works = [self.send("data", message.phase_one, peer, tag)]
+        if message.phase_two is not None:
+            works.append(self.send("phase_two", message.phase_two, peer, tag))
+        return works
+
+    def close(self) -> None:
+        """Part from the peers: tell them, hear the same from them, free everything; bounded by 2 s."""
+        with contextlib.suppress(RuntimeError):
+            farewells = [self.send_control(_BYE, peer) for peer in self._peers]
+            deadline = time.monotonic() + _FAREWELL_S
+            for listener in self._listeners:
+                listener.join(max(deadline - time.monotonic(), 0))
+            for farewell in farewells if not any(t.is_alive() for t in self._listeners) else []:
+                farewell.wait(timedelta(seconds=_FAREWELL_S))
+        self.abort()
+
+    def abort(self) -> None:
+        """Close every connection now; whoever waits on one, here or at a peer, is woken with an error."""
+        groups, self._groups = self._groups, {}
+        hurry = any(listener.is_alive() for listener in self._listeners)
+        for group in groups.values() if hurry else ():
+            for peer in self._peers:  # the first that is still connected will do: its time-out closes all connections
+                with contextlib.suppress(RuntimeError):
+                    nothing = torch.empty(1, dtype=torch.uint8)
+                    group.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
+        groups.clear()
+
+    def _listen(self, peer: int) -> None:
+        group = self._groups["control"]
+        while True:
+            buffer = torch.empty(CONTROL_BYTES, dtype=torch.uint8)
+            try:
+                group.recv([buffer], peer, _CONTROL_TAG).wait(_FOREVER)
+            except RuntimeError as exc:
+                self.inbox.put(Control(peer, None, time.monotonic(), f"its connection is lost: {exc}"))
+                return
+            data = buffer.numpy().tobytes()
+            if data == _BYE:
+                self.inbox.put(Control(peer, None, time.monotonic(), "it has given up its Communicator"))
+                return
+            self.inbox.put(Control(peer, data, time.monotonic()))
+
+
+@dataclass
+class _Kept:
+    """A transfer together with the tensor that must live until it is done."""
+
+    work: Any
+    tensor: torch.Tensor
+
+    def wait(self, timeout: timedelta) -> None:
+        self.work.wait(timeout)
