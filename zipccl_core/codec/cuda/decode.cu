@@ -4,7 +4,7 @@
 // where everything is, so that no tile waits for another. The last thread block to end gives the verdicts, one a frame.
 #include "reader.cuh"
 
-constexpr u32 DECODE_STAGES = 2;
+constexpr u32 DECODE_STAGES = ZIPCCL_DECODE_STAGES;
 
 template <u32 ELEMENT_BYTES>
 struct DecodeShared : ReadShared<ELEMENT_BYTES, DECODE_STAGES> {
@@ -70,7 +70,6 @@ __device__ __forceinline__ void decode_tiles(const JobTable& table, ReadScratch*
         shared.load_job = JobTiles();
         shared.digest = shared.escapes = 0;
     }
-    const Weights<ELEMENT_BYTES> weights(shared.weights);
     shared.init();
     if (warp == 0) {
 #pragma unroll 1
@@ -100,7 +99,7 @@ __device__ __forceinline__ void decode_tiles(const JobTable& table, ReadScratch*
 #pragma unroll
             for (u32 q = 0; q < ELEMENT_BYTES / 2; ++q)
                 sum += weighted(*(const uint4*)(shared.elements + chunk_offset<ELEMENT_BYTES>(slot) + q * 16),
-                                weights.of(slot, q));
+                                weights_of<ELEMENT_BYTES>(slot, q));
         sum = warp_sum_all(sum);
         if (lane == 0) shared.sums[stage][warp] = sum;
 

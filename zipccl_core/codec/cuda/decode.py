@@ -141,7 +141,7 @@ def decode_frames(frames: Sequence[Tensor], out: Sequence[Tensor]) -> Verdicts:
         rows = torch.empty((len(jobs), VERDICT_BYTES // 8), dtype=torch.int64, device=out[0].device)
         launch.begin()
         function, shared, most = launch.device.persistent(
-            f"decode_{NAMES[element_bytes]}_kernel", "decode", element_bytes, (TABLE_SIGNATURE, "P", "P")
+            f"decode_{NAMES[element_bytes]}_kernel", "decode", "DECODE", element_bytes, (TABLE_SIGNATURE, "P", "P")
         )
         function.prepared_async_call(
             (max(1, min(table.tiles, most)), 1),

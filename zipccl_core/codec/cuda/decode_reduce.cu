@@ -5,16 +5,27 @@
 // contraction, no flush to zero. Decoded words never reach device memory.
 #include "reader.cuh"
 
-constexpr u32 REDUCE_STAGES = 2;
+constexpr u32 REDUCE_STAGES = ZIPCCL_REDUCE_STAGES;
 // Ranks that a thread block keeps in shared memory; for more, it goes to device memory each time.
 constexpr u32 KEPT_RANKS = 32;
-constexpr u32 SCALE_PREMUL = 1, SCALE_AVG = 2;  // 0: neither
+
+constexpr u64 FRAME_TAG = 1ull << 63;
+
+// What readers need of a rank's term: the codebook of a frame, and FRAME_TAG; of plain words 0.
+__device__ __forceinline__ u64 tag_of(const FrameJob& job) {
+    return job.frame ? codebook_of_frame(job.frame) | FRAME_TAG : 0;
+}
+
+// What loaders need of it.
+struct Rank {
+    u64 frame, words, capacity_bytes;
+};
 
 template <u32 ELEMENT_BYTES>
 struct ReduceShared : ReadShared<ELEMENT_BYTES, REDUCE_STAGES> {
     u64 fixed_bytes, records;
-    FrameJob rank[KEPT_RANKS];
-    u64 codebook[KEPT_RANKS];
+    Rank rank[KEPT_RANKS];
+    u64 tag[KEPT_RANKS];
     u64 digest[KEPT_RANKS], escapes[KEPT_RANKS];  // of the last warps to leave, which take turns
 };
 
@@ -52,15 +63,20 @@ struct Term {
     }
 };
 
+template <u32 ELEMENT_BYTES>
+__device__ __forceinline__ Rank rank_of(const ReduceShared<ELEMENT_BYTES>& shared, const FrameJob* jobs, u32 rank) {
+    if (rank < KEPT_RANKS) return shared.rank[rank];
+    return {jobs[rank].frame, jobs[rank].words, jobs[rank].capacity_bytes};
+}
+
 // Load a term into a stage, and the window for the term that comes into it next.
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ void load_term(ReduceShared<ELEMENT_BYTES>& shared, u32 s, const FrameJob* jobs, u32 ranks,
                                           u32 tiles, Term term, u32 m, bool from_window) {
     if (term.tile >= tiles) return;
-    const FrameJob& job = term.rank < KEPT_RANKS ? shared.rank[term.rank] : jobs[term.rank];
+    const Rank job = rank_of<ELEMENT_BYTES>(shared, jobs, term.rank);
     const Term next = term.after(REDUCE_STAGES, ranks);
-    const u64 next_frame = next.tile >= tiles ? 0 : next.rank < KEPT_RANKS ? shared.rank[next.rank].frame
-                                                                          : jobs[next.rank].frame;
+    const u64 next_frame = next.tile < tiles ? rank_of<ELEMENT_BYTES>(shared, jobs, next.rank).frame : 0;
     const u64 window = next_frame ? window_address(next_frame, next.tile) : 0;
     if (job.frame) {
         const LoadSource source{job.frame, shared.fixed_bytes, shared.records, job.capacity_bytes, tiles};
@@ -77,9 +93,12 @@ __device__ __forceinline__ void load_term(ReduceShared<ELEMENT_BYTES>& shared, u
     end_load(&shared.loaded[s]);
 }
 
-template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32 scale, float factor,
-                                             ReadScratch* scratch, Verdict* verdicts) {
+// What `factor` does: nothing, multiply every term, divide the sum.
+enum Scale { SCALE_NONE, SCALE_PREMUL, SCALE_AVERAGE };
+
+template <u32 ELEMENT_BYTES, Scale SCALE>
+__device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, float factor, ReadScratch* scratch,
+                                             Verdict* verdicts) {
     extern __shared__ __align__(128) u8 shared_bytes[];
     auto& shared = *reinterpret_cast<ReduceShared<ELEMENT_BYTES>*>(shared_bytes);
     typedef typename UnsignedOf<ELEMENT_BYTES>::type Element;
@@ -92,15 +111,14 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32
     if (t < KEPT_RANKS) {
         shared.digest[t] = shared.escapes[t] = 0;
         if (t < ranks) {
-            shared.rank[t] = jobs[t];
-            shared.codebook[t] = jobs[t].frame ? codebook_of_frame(jobs[t].frame) : 0;
+            shared.rank[t] = {jobs[t].frame, jobs[t].words, jobs[t].capacity_bytes};
+            shared.tag[t] = tag_of(jobs[t]);
         }
     }
     if (t == 0) {
         shared.fixed_bytes = static_bytes(n);
         shared.records = records_begin(n);
     }
-    const Weights<ELEMENT_BYTES> weights(shared.weights);
     shared.init();
     if (warp < REDUCE_STAGES) {
         const Term term = Term{blockIdx.x, 0}.after(warp, ranks);
@@ -112,28 +130,30 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32
     u32 stage = 0, phases = 0, counted_phases = 0;
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const u32 m = tile < full_blocks ? BLOCK_WORDS : rest;
-        float acc[THREAD_WORDS];
+        float acc[THREAD_WORDS];  // from -0 on: fl32(-0 + x) is x, whatever x is, and -0 remains -0
+#pragma unroll
+        for (u32 i = 0; i < THREAD_WORDS; ++i) acc[i] = -0.0f;
 #pragma unroll 1
         for (u32 rank = 0; rank < ranks; ++rank) {
-            const FrameJob& job = rank < KEPT_RANKS ? shared.rank[rank] : jobs[rank];
-            const bool is_frame = job.frame != 0;
+            const u64 tag = rank < KEPT_RANKS ? shared.tag[rank] : tag_of(jobs[rank]);
+            const bool is_frame = tag != 0;
             wait_barrier(&shared.loaded[stage], phases >> stage & 1);
             phases ^= 1u << stage;
 
-            const u8* elements = shared.elements;
             BlockPlan plan{0};
+            u32 place = u32(shared.elements - shared_bytes);  // of the elements
             if (is_frame) {
-                const Codes codes(rank < KEPT_RANKS ? shared.codebook[rank] : codebook_of_frame(job.frame));
                 plan = shared.plan[stage];
-                rebuild_words<ELEMENT_BYTES>(shared, stage, tile, m, codes, counted_phases >> stage & 1, scratch, rank);
+                rebuild_words<ELEMENT_BYTES>(shared, stage, tile, m, Codes(tag & ~FRAME_TAG),
+                                             counted_phases >> stage & 1, scratch, rank);
                 counted_phases ^= 1u << stage;
             } else {
-                elements = shared.stage[stage];
-                const u64 words = job.words + u64(tile) * (BLOCK_WORDS * ELEMENT_BYTES);
+                place = u32(shared.stage[stage] - shared_bytes);
+                const u64 words = jobs[rank].words + u64(tile) * (BLOCK_WORDS * ELEMENT_BYTES);
                 if (!words_load_ahead<ELEMENT_BYTES>(words, m)) {
 #pragma unroll 1
                     for (u32 i = first + lane; i < first + WARP_WORDS && i < m; i += 32)
-                        ((Element*)shared.stage[stage])[i] = ((const Element*)words)[i];
+                        ((Element*)(shared_bytes + place))[i] = ((const Element*)words)[i];
                     __syncwarp();
                 }
             }
@@ -143,8 +163,8 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32
             for (u32 slot = 0; slot < 4; ++slot)
 #pragma unroll
                 for (u32 q = 0; q < ELEMENT_BYTES / 2; ++q) {
-                    const uint4 x = *(const uint4*)(elements + chunk_offset<ELEMENT_BYTES>(slot) + q * 16);
-                    sum += weighted(x, weights.of(slot, q));
+                    const uint4 x = *(const uint4*)(shared_bytes + place + chunk_offset<ELEMENT_BYTES>(slot) + q * 16);
+                    sum += weighted(x, weights_of<ELEMENT_BYTES>(slot, q));
                     const u32 raw[4] = {x.x, x.y, x.z, x.w};
                     float term[16 / ELEMENT_BYTES];
 #pragma unroll
@@ -152,18 +172,10 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32
                         term[i] = __uint_as_float(ELEMENT_BYTES == 4 ? raw[i % 4]
                                                   : i & 1            ? raw[i / 2] & 0xffff0000u
                                                                      : raw[i / 2] << 16);
-                    if (scale == SCALE_PREMUL) {
-#pragma unroll
-                        for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i) term[i] = __fmul_rn(term[i], factor);
-                    }
                     float* a = &acc[slot * 8 + q * (16 / ELEMENT_BYTES)];
-                    if (rank) {
 #pragma unroll
-                        for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i) a[i] = __fadd_rn(a[i], term[i]);
-                    } else {
-#pragma unroll
-                        for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i) a[i] = term[i];
-                    }
+                    for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i)
+                        a[i] = __fadd_rn(a[i], SCALE == SCALE_PREMUL ? __fmul_rn(term[i], factor) : term[i]);
                 }
             sum = warp_sum_all(sum);
             if (lane == 0) shared.sums[stage][warp] = sum;
@@ -188,24 +200,24 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32
             stage = stage + 1 == REDUCE_STAGES ? 0 : stage + 1;
         }
 
-        if (scale == SCALE_AVG) {
-            const double divisor = factor, reciprocal = 1.0 / divisor;
-#pragma unroll
-            for (u32 i = 0; i < THREAD_WORDS; ++i) acc[i] = divided(acc[i], divisor, reciprocal);
-        }
+        const double divisor = factor, reciprocal = SCALE == SCALE_AVERAGE ? 1.0 / divisor : 0;
         wait_stores_read();
 #pragma unroll
         for (u32 slot = 0; slot < 4; ++slot)
 #pragma unroll
             for (u32 q = 0; q < ELEMENT_BYTES / 2; ++q) {
                 u32 x[4];
+                float* a = &acc[slot * 8 + q * (16 / ELEMENT_BYTES)];
+                if (SCALE == SCALE_AVERAGE) {
+#pragma unroll
+                    for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i) a[i] = divided(a[i], divisor, reciprocal);
+                }
 #pragma unroll
                 for (u32 i = 0; i < 4; ++i) {
-                    const u32 at = slot * 8 + q * (16 / ELEMENT_BYTES);
                     if (ELEMENT_BYTES == 2) {
-                        x[i] = rounded_pair(acc[at + 2 * i], acc[at + 2 * i + 1]);
+                        x[i] = rounded_pair(a[2 * i], a[2 * i + 1]);
                     } else {
-                        x[i] = __float_as_uint(acc[at + i]);
+                        x[i] = __float_as_uint(a[i]);
                         if ((x[i] & 0x7fffffffu) > 0x7f800000u) x[i] = 0x7fc00000u;
                     }
                 }
@@ -235,13 +247,33 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, u32
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_REDUCE_BLOCKS_2)
-    decode_reduce_bfloat16_kernel(const __grid_constant__ JobTable table, u64 out, u32 scale, float factor,
-                                  ReadScratch* scratch, Verdict* verdicts) {
-    reduce_tiles<2>(table, out, scale, factor, scratch, verdicts);
+    decode_reduce_sum_bfloat16_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
+                                      ReadScratch* scratch, Verdict* verdicts) {
+    reduce_tiles<2, SCALE_NONE>(table, out, factor, scratch, verdicts);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_REDUCE_BLOCKS_2)
+    decode_reduce_premul_bfloat16_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
+                                      ReadScratch* scratch, Verdict* verdicts) {
+    reduce_tiles<2, SCALE_PREMUL>(table, out, factor, scratch, verdicts);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_AVERAGE_BLOCKS_2)
+    decode_reduce_average_bfloat16_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
+                                      ReadScratch* scratch, Verdict* verdicts) {
+    reduce_tiles<2, SCALE_AVERAGE>(table, out, factor, scratch, verdicts);
 }
 extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_REDUCE_BLOCKS_4)
-    decode_reduce_float32_kernel(const __grid_constant__ JobTable table, u64 out, u32 scale, float factor,
-                                 ReadScratch* scratch, Verdict* verdicts) {
-    reduce_tiles<4>(table, out, scale, factor, scratch, verdicts);
+    decode_reduce_sum_float32_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
+                                      ReadScratch* scratch, Verdict* verdicts) {
+    reduce_tiles<4, SCALE_NONE>(table, out, factor, scratch, verdicts);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_REDUCE_BLOCKS_4)
+    decode_reduce_premul_float32_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
+                                      ReadScratch* scratch, Verdict* verdicts) {
+    reduce_tiles<4, SCALE_PREMUL>(table, out, factor, scratch, verdicts);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_AVERAGE_BLOCKS_4)
+    decode_reduce_average_float32_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
+                                      ReadScratch* scratch, Verdict* verdicts) {
+    reduce_tiles<4, SCALE_AVERAGE>(table, out, factor, scratch, verdicts);
 }
 extern "C" __constant__ u32 decode_reduce_shared_bytes[2] = {sizeof(ReduceShared<2>), sizeof(ReduceShared<4>)};

@@ -13,8 +13,6 @@ from .jit import TABLE_SIGNATURE, VERDICT_BYTES, Job, Launch, element_bytes_of, 
 
 __all__ = ["decode_reduce"]
 
-_SCALE_NONE, _SCALE_PREMUL, _SCALE_AVG = 0, 1, 2
-
 
 def decode_reduce(
     terms: Sequence[Tensor], out: Tensor, *, average: bool = False, factor: float | None = None
@@ -64,21 +62,19 @@ def decode_reduce(
                 )
             job = Job(term.data_ptr(), 0, term.numel(), 0)
         jobs.append(job)
-    scale, number = _SCALE_NONE, 0.0
-    if average:
-        scale, number = _SCALE_AVG, float(len(terms))
-    elif factor is not None:
-        scale, number = _SCALE_PREMUL, factor
+    number = factor if factor is not None else float(len(terms)) if average else 0.0
+    kind = "premul" if factor is not None else "average" if average else "sum"
     with Launch(out) as launch:
         table = make_table(jobs, out.device, same_tiles=True)
         scratch = launch.device.zeroed("read", launch.key, COUNTER_BYTES + ACCUMULATOR_BYTES * len(jobs))
         rows = torch.empty((len(jobs), VERDICT_BYTES // 8), dtype=torch.int64, device=out.device)
         launch.begin()
         function, shared, most = launch.device.persistent(
-            f"decode_reduce_{NAMES[element_bytes]}_kernel",
+            f"decode_reduce_{kind}_{NAMES[element_bytes]}_kernel",
             "decode_reduce",
+            "AVERAGE" if average else "REDUCE",
             element_bytes,
-            (TABLE_SIGNATURE, "P", "I", "f", "P", "P"),
+            (TABLE_SIGNATURE, "P", "f", "P", "P"),
         )
         function.prepared_async_call(
             (max(1, min(table.tiles, most)), 1),
@@ -86,7 +82,6 @@ def decode_reduce(
             launch.stream,
             table.packed,
             out.data_ptr(),
-            scale,
             number,
             scratch.data_ptr(),
             rows.data_ptr(),

@@ -9,7 +9,7 @@
 #include "pipeline.cuh"
 #include "planes.cuh"
 
-constexpr u32 ENCODE_STAGES = 2;
+constexpr u32 ENCODE_STAGES = ZIPCCL_ENCODE_STAGES;
 constexpr u32 PACK_THREADS = 512;
 constexpr u32 WARP_WORDS = BLOCK_WORDS / WARPS;
 // Escapes of a warp that fit its slot; those of a warp with more are found again from the words.
@@ -26,7 +26,6 @@ struct alignas(16) TileCounts {
 template <u32 ELEMENT_BYTES>
 struct EncodeShared {
     u8 tile[ENCODE_STAGES][BLOCK_WORDS * ELEMENT_BYTES];
-    WeightTable<ELEMENT_BYTES> weights;
     u8 sign_mantissa[WARPS][WARP_WORDS];
     u8 escapes[WARPS][WARP_WORDS];
     u32 unlike[WARPS][56];
@@ -98,7 +97,6 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
     const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of(), rotation = slot_rotation();
     const FrameJob* jobs = table.all();
     const u32 tiles = table.tiles;
-    const Weights<ELEMENT_BYTES> weights(shared.weights);
 
     if (t == 0) {
         for (u32 s = 0; s < ENCODE_STAGES; ++s) {
@@ -158,13 +156,13 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
                 const u8* chunk = elements + chunk_offset<ELEMENT_BYTES>(slot);
                 if (ELEMENT_BYTES == 2) {
                     const uint4 x = *(const uint4*)chunk;
-                    sum += weighted(x, weights.of(slot, 0));
+                    sum += weighted(x, weights_of<ELEMENT_BYTES>(slot, 0));
                     v[odd][0] = x.x, v[odd][1] = x.y, v[odd][2] = x.z, v[odd][3] = x.w;
                 } else {
 #pragma unroll
                     for (u32 half = 0; half < 2; ++half) {
                         const uint4 x = *(const uint4*)(chunk + half * 16);
-                        sum += weighted(x, weights.of(slot, half % (ELEMENT_BYTES / 2)));
+                        sum += weighted(x, weights_of<ELEMENT_BYTES>(slot, half));
                         low |= x.x | x.y | x.z | x.w;
                         v[odd][half * 2] = bytes_of(x.x, x.y, 0x7632);
                         v[odd][half * 2 + 1] = bytes_of(x.z, x.w, 0x7632);

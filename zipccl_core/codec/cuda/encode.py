@@ -75,7 +75,7 @@ def encode_frames(words: Sequence[Tensor], codebooks: Sequence[Codebook | Device
         arguments = (table.packed, sums.data_ptr(), counts, sizes, slots)
         launch.begin()
         signature = (TABLE_SIGNATURE, "P", "P", "P", "P")
-        function, shared, most = launch.device.persistent(f"encode_{name}_kernel", "encode", element_bytes, signature)
+        function, shared, most = launch.device.persistent(f"encode_{name}_kernel", "encode", "ENCODE", element_bytes, signature)
         pack = launch.device.function(f"pack_{name}_kernel", "encode", (*signature, "I"))
         packers = min(-(-tiles // 8), launch.device.multiprocessors * _PACKERS_A_MULTIPROCESSOR)
         with launch.device.lock:  # the two kernels share sums, so that no other thread's may come between them

@@ -67,9 +67,15 @@ STEMS = ("encode", "decode", "decode_reduce", "stats")
 SOURCES = Path(__file__).parent
 STREAMS_A_DEVICE = 4
 
-# Thread blocks of 256 that must fit a multiprocessor, by element bytes: more hide more latency, and leave each thread
-# fewer registers. docs/PERFORMANCE.md has the measurements.
-RESIDENT_BLOCKS = {"encode": {2: 3, 4: 2}, "decode": {2: 3, 4: 2}, "decode_reduce": {2: 2, 4: 2}}
+# Thread blocks of 256 that must fit a multiprocessor, for bfloat16 and float32: more hide more latency, and leave each
+# thread fewer registers. sm_90 is measured (docs/PERFORMANCE.md); on the others, what fits without a spill.
+RESIDENT_BLOCKS = {
+    "sm_90": {"ENCODE": (3, 2), "DECODE": (4, 2), "REDUCE": (3, 2), "AVERAGE": (2, 2)},
+    "": {"ENCODE": (2, 2), "DECODE": (3, 2), "REDUCE": (2, 2), "AVERAGE": (2, 2)},
+    "sm_100": {"ENCODE": (2, 2), "DECODE": (3, 2), "REDUCE": (1, 1), "AVERAGE": (1, 1)},
+}
+# Tiles of shared memory a thread block: one is worked on, the others are being loaded.
+STAGES = {"ENCODE": 2, "DECODE": 2, "REDUCE": 2}
 
 JOB_BYTES = 64
 INLINE_JOBS = 16
@@ -84,7 +90,12 @@ class CompilerError(ZipcclError):
     """A kernel did not compile, or there is nothing to compile it with; the text has the command and its log."""
 
 
-def defines() -> dict[str, str]:
+def resident_blocks(arch: str, kind: str, element_bytes: int) -> int:
+    """Thread blocks of a kernel that fit a multiprocessor by registers; kind as in RESIDENT_BLOCKS."""
+    return RESIDENT_BLOCKS.get(arch, RESIDENT_BLOCKS[""])[kind][element_bytes == 4]
+
+
+def defines(arch: str) -> dict[str, str]:
     """The -D flags: every constant that the kernels share with frame.py and the launchers."""
     numbers = {
         "BLOCK_WORDS": BLOCK_WORDS,
@@ -115,9 +126,10 @@ def defines() -> dict[str, str]:
     }
     suffix = {True: "ull", False: "u"}
     out = {f"ZIPCCL_{name}": f"{value}{suffix[value >= 1 << 32]}" for name, value in numbers.items()}
-    for stem, label in (("encode", "ENCODE"), ("decode", "DECODE"), ("decode_reduce", "REDUCE")):
-        for element_bytes, blocks in RESIDENT_BLOCKS[stem].items():
-            out[f"ZIPCCL_{label}_BLOCKS_{element_bytes}"] = str(blocks)
+    for kind in RESIDENT_BLOCKS[""]:
+        for element_bytes in (2, 4):
+            out[f"ZIPCCL_{kind}_BLOCKS_{element_bytes}"] = str(resident_blocks(arch, kind, element_bytes))
+    out.update({f"ZIPCCL_{kind}_STAGES": str(stages) for kind, stages in STAGES.items()})
     return out
 
 
@@ -164,7 +176,7 @@ def source_files(stem: str) -> list[Path]:
 def _flags(arch: str) -> list[str]:
     # -fmad=false: the sum contracts nothing. The device code has no other float arithmetic that matters.
     flags = ["-arch=" + arch, "-std=c++17", "-fmad=false", f"-I{SOURCES}"]
-    return flags + [f"-D{name}={value}" for name, value in sorted(defines().items())]
+    return flags + [f"-D{name}={value}" for name, value in sorted(defines(arch).items())]
 
 
 def nvcc_path() -> str | None:
@@ -295,7 +307,7 @@ def cached_cubin(stem: str, arch: str) -> bytes:
     """
     nvcc = nvcc_path()
     key = hashlib.sha256()
-    for part in [_nvcc_version(nvcc) if nvcc else _nvrtc_version(), stem, *_flags(arch)[:3], repr(defines())]:
+    for part in [_nvcc_version(nvcc) if nvcc else _nvrtc_version(), stem, *_flags(arch)[:3], repr(defines(arch))]:
         key.update(part.encode() + b"\0")
     for path in source_files(stem):
         key.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -368,7 +380,7 @@ class _Device:
         self.shared_bytes = int(device.get_attribute(attribute.MAX_SHARED_MEMORY_PER_MULTIPROCESSOR))
         self.arch = "sm_{}{}".format(*device.compute_capability())
         self.lock = threading.RLock()
-        self.functions: dict[tuple[str, int], tuple[Any, int, int]] = {}
+        self.functions: dict[str, tuple[Any, int, int]] = {}
         self.others: dict[str, Any] = {}
         self.scratch: dict[tuple[str, int], Tensor] = {}
         self.outgrown: list[Tensor] = []
@@ -402,11 +414,12 @@ class _Device:
                 self.others[kernel] = function
             return self.others[kernel]
 
-    def persistent(self, kernel: str, stem: str, element_bytes: int, signature: Sequence[str]) -> tuple[Any, int, int]:
+    def persistent(
+        self, kernel: str, stem: str, kind: str, element_bytes: int, signature: Sequence[str]
+    ) -> tuple[Any, int, int]:
         """A prepared kernel with a persistent grid: (function, shared bytes, most thread blocks at once)."""
         with self.lock:
-            key = (kernel, element_bytes)
-            if key not in self.functions:
+            if kernel not in self.functions:
                 module = self.module(stem)
                 address, size = module.get_global(f"{stem}_shared_bytes")
                 sizes = bytearray(size)
@@ -415,10 +428,10 @@ class _Device:
                 function = module.get_function(kernel)
                 function.set_attribute(_driver().function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
                 function.prepare(list(signature))
-                # 1 KiB of shared memory a thread block is the system's; 4 more are static
-                blocks = min(RESIDENT_BLOCKS[stem][element_bytes], self.shared_bytes // (shared + 1024))
-                self.functions[key] = (function, shared, max(1, blocks) * self.multiprocessors)
-            return self.functions[key]
+                # 1 KiB of shared memory a thread block is the system's
+                blocks = min(resident_blocks(self.arch, kind, element_bytes), self.shared_bytes // (shared + 1024))
+                self.functions[kernel] = (function, shared, max(1, blocks) * self.multiprocessors)
+            return self.functions[kernel]
 
     def zeroed(self, purpose: str, stream_key: int, n_bytes: int) -> Tensor:
         """Scratch that is zero before a launch and that every launch leaves zero: one a stream, so launches take turns."""

@@ -108,7 +108,7 @@ __device__ __forceinline__ u64 mix64(u64 z) {
     z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
     return z ^ (z >> 31);
 }
-__device__ __forceinline__ u32 digest_weight(u32 k) {
+__host__ __device__ constexpr u32 digest_weight(u32 k) {
     u32 x = (k + 1) * 0x9E3779B1u;
     x = (x ^ (x >> 15)) * 0x85EBCA77u;
     return (x ^ (x >> 13)) | 1u;

@@ -187,47 +187,29 @@ __device__ __forceinline__ u64 weighted(uint4 x, uint4 w) {
     return sum;
 }
 
-// Digest weights of this thread's units, in slot order, four at a time; a weight takes eight instructions to compute.
-//
-// Of bfloat16 words they lie in shared memory, where no two lanes meet in a bank: in registers they would leave too few
-// for three thread blocks a multiprocessor. Of float32 they are in registers: in shared memory they would leave too
-// little of that.
+// Digest weights of every thread's units, in slot order, four at a time: lanes side by side, so that a load of a warp is
+// 512 bytes in a row. A weight takes eight instructions to compute; this table stays in the first-level cache.
 template <u32 ELEMENT_BYTES>
 struct WeightTable {
     static constexpr u32 QUADS = 2 * ELEMENT_BYTES;  // of units, a thread
-    static constexpr bool IN_SHARED = ELEMENT_BYTES == 2;
-    uint4 quads[IN_SHARED ? QUADS : 1][IN_SHARED ? THREADS : 1];
+    u32 weight[QUADS][THREADS][4];
 
-    __device__ __forceinline__ static uint4 compute(u32 q) {
-        const u32 slot = q / (QUADS / 4), chunk = (slot + slot_rotation()) & 3;
-        const u32 k = threadIdx.x * (QUADS * 4) + chunk * QUADS + q % (QUADS / 4) * 4;
-        return make_uint4(digest_weight(k), digest_weight(k + 1), digest_weight(k + 2), digest_weight(k + 3));
+    constexpr WeightTable() : weight() {
+        for (u32 q = 0; q < QUADS; ++q)
+            for (u32 t = 0; t < THREADS; ++t)
+                for (u32 i = 0; i < 4; ++i) {
+                    const u32 chunk = (q / (QUADS / 4) + (((t >> 1) ^ (t >> 3)) & 3)) & 3;
+                    weight[q][t][i] = digest_weight(t * (QUADS * 4) + chunk * QUADS + q % (QUADS / 4) * 4 + i);
+                }
     }
 };
+alignas(16) __device__ const WeightTable<2> weights_of_bfloat16;
+alignas(16) __device__ const WeightTable<4> weights_of_float32;
 
+// Of quad `quad` of slot `slot` of this thread.
 template <u32 ELEMENT_BYTES>
-struct Weights {
-    typedef WeightTable<ELEMENT_BYTES> Table;
-    const Table& table;
-    uint4 kept[Table::IN_SHARED ? 1 : Table::QUADS];
-
-    // All threads; fills the table, and a barrier must follow.
-    __device__ __forceinline__ explicit Weights(Table& shared_table) : table(shared_table) {
-        if (Table::IN_SHARED) {
-#pragma unroll 1
-            for (u32 q = 0; q < Table::QUADS; ++q) shared_table.quads[q % Table::QUADS][threadIdx.x] = Table::compute(q);
-        } else {
-#pragma unroll
-            for (u32 q = 0; q < Table::QUADS; ++q) {
-                uint4 w = Table::compute(q);
-                asm volatile("" : "+r"(w.x), "+r"(w.y), "+r"(w.z), "+r"(w.w));  // once, not in every tile
-                kept[Table::IN_SHARED ? 0 : q] = w;
-            }
-        }
-    }
-    // Of quad `quad` of slot `slot`.
-    __device__ __forceinline__ uint4 of(u32 slot, u32 quad) const {
-        const u32 q = slot * (Table::QUADS / 4) + quad;
-        return Table::IN_SHARED ? table.quads[q][threadIdx.x] : kept[Table::IN_SHARED ? 0 : q];
-    }
-};
+__device__ __forceinline__ uint4 weights_of(u32 slot, u32 quad) {
+    const u32 q = slot * (ELEMENT_BYTES / 2) + quad % (ELEMENT_BYTES / 2);
+    return __ldg((const uint4*)(ELEMENT_BYTES == 2 ? weights_of_bfloat16.weight[q % 4][threadIdx.x]
+                                                   : weights_of_float32.weight[q][threadIdx.x]));
+}

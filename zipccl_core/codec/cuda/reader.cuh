@@ -69,7 +69,6 @@ struct ReadShared {
     static_assert(RECORD_BYTES + MOST_DYNAMIC >= BLOCK_WORDS * ELEMENT_BYTES, "a stage also holds plain words");
     u8 stage[STAGES][STAGE_BYTES];
     u8 elements[BLOCK_WORDS * ELEMENT_BYTES];
-    WeightTable<ELEMENT_BYTES> weights;
     BlockPlan plan[STAGES];
     u64 loaded[STAGES], counted[STAGES];  // mbarriers
     u64 sums[STAGES][WARPS];
@@ -160,13 +159,17 @@ __device__ __forceinline__ u32 load_shared_unaligned(const u8* p) {
     return shift ? __funnelshift_r(words[0], words[1], shift) : words[0];
 }
 
-// Four bytes of a plane of a short block, from `first` on; zero beyond it.
-__device__ __forceinline__ u32 short_plane(const u8* plane, u32 plane_bytes, u32 first) {
-    u32 x = 0;
-#pragma unroll
-    for (u32 k = 0; k < 4; ++k)
-        if (first + k < plane_bytes) x |= u32(plane[first + k]) << (8 * k);
-    return x;
+// A warp's part of the record of a short block, laid out as that of a full one: signs and mantissas, then three planes.
+__device__ __forceinline__ void expand_short(const u8* record, u32 m, u8* to) {
+    const u32 first = warp_of() * WARP_WORDS, plane_bytes = (m + 7) / 8;
+#pragma unroll 1
+    for (u32 i = lane_of(); i < WARP_WORDS; i += 32) to[i] = first + i < m ? record[first + i] : 0;
+#pragma unroll 1
+    for (u32 i = lane_of(); i < 3 * WARP_WORDS / 8; i += 32) {
+        const u32 p = i / (WARP_WORDS / 8), at = first / 8 + i % (WARP_WORDS / 8);
+        to[WARP_WORDS + i] = at < plane_bytes ? record[m + p * plane_bytes + at] : 0;
+    }
+    __syncwarp();
 }
 
 // Low halves of a warp's words, at any alignment, into its elements.
@@ -206,25 +209,27 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
         for (u32 i = held + lane; i < u32(align128(record)); i += 32)
             if (stage[i]) report_fault(scratch, job, FAULT_RECORD, block, i);
     }
+    wait_stores_read();
     if (!plan.stored()) {
-        u32 z[4], escaped;
-        {
-            const u32 valid = valid_words(m);
-            u32 p0, p1, p2;
-            if (m == BLOCK_WORDS) {
-                const u32* planes = (const u32*)(stage + BLOCK_WORDS) + t;
-                p0 = planes[0], p1 = planes[PLANE_BYTES / 4], p2 = planes[2 * PLANE_BYTES / 4];
-            } else {
-                const u32 plane_bytes = (m + 7) / 8;
-                p0 = short_plane(stage + m, plane_bytes, t * 4);
-                p1 = short_plane(stage + m + plane_bytes, plane_bytes, t * 4);
-                p2 = short_plane(stage + m + 2 * plane_bytes, plane_bytes, t * 4);
-                if ((p0 | p1 | p2) & ~valid) report_fault(scratch, job, FAULT_RECORD, block, t);
-            }
-            escaped = ~(p0 | p1 | p2) & valid;
-            code_nibbles(__funnelshift_r(p0, p0, 8 * rotation), __funnelshift_r(p1, p1, 8 * rotation),
-                         __funnelshift_r(p2, p2, 8 * rotation), z);
+        // where this warp's planes are, and how far one from the next
+        const u8* signs = stage + warp * WARP_WORDS;
+        const u32* planes = (const u32*)(stage + BLOCK_WORDS) + warp * 32;
+        u32 stride = PLANE_BYTES / 4, valid = ~0u;
+        if (m < BLOCK_WORDS) {
+            u8* own = elements + warp * (WARP_WORDS * ELEMENT_BYTES);
+            expand_short(stage, m, own);
+            signs = own;
+            planes = (const u32*)(own + WARP_WORDS);
+            stride = 32;
+            valid = valid_words(m);
         }
+        const u32 p0 = planes[lane], p1 = planes[stride + lane], p2 = planes[2 * stride + lane];
+        uint2 sign_mantissa[4];
+#pragma unroll
+        for (u32 slot = 0; slot < 4; ++slot)
+            sign_mantissa[slot] = *(const uint2*)(signs + lane * 32 + ((slot + rotation) & 3) * 8);
+        if ((p0 | p1 | p2) & ~valid) report_fault(scratch, job, FAULT_RECORD, block, t);
+        u32 escaped = ~(p0 | p1 | p2) & valid;
         const u32 count = __popc(escaped);
         const u32 inclusive = warp_inclusive_sum(count);
         const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
@@ -232,22 +237,15 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
             shared.counts[s][warp] = of_warp;
             arrive(&shared.counted[s]);
         }
-        wait_stores_read();
+        u32 z[4];
+        code_nibbles(__funnelshift_r(p0, p0, 8 * rotation), __funnelshift_r(p1, p1, 8 * rotation),
+                     __funnelshift_r(p2, p2, 8 * rotation), z);
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
-            u32 sign_mantissa[4], v[8];
-#pragma unroll
-            for (u32 odd = 0; odd < 2; ++odd) {
-                const u32 at = t * 32 + ((half * 2 + odd + rotation) & 3) * 8;
-                if (m == BLOCK_WORDS) {
-                    const uint2 x = *(const uint2*)(stage + at);
-                    sign_mantissa[odd * 2] = x.x, sign_mantissa[odd * 2 + 1] = x.y;
-                } else {
-                    sign_mantissa[odd * 2] = short_plane(stage, m, at);
-                    sign_mantissa[odd * 2 + 1] = short_plane(stage, m, at + 4);
-                }
-            }
-            join_words(z, half, codes, sign_mantissa, v);
+            const uint2 a = sign_mantissa[half * 2], b = sign_mantissa[half * 2 + 1];
+            const u32 four[4] = {a.x, a.y, b.x, b.y};
+            u32 v[8];
+            join_words(z, half, codes, four, v);
 #pragma unroll
             for (u32 odd = 0; odd < 2; ++odd) {
                 uint4* to = (uint4*)(elements + chunk_offset<ELEMENT_BYTES>(half * 2 + odd));
@@ -256,8 +254,8 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
                 } else {
 #pragma unroll
                     for (u32 q = 0; q < 2; ++q) {
-                        const u32 a = v[odd * 4 + q * 2], b = v[odd * 4 + q * 2 + 1];
-                        to[q] = make_uint4(a << 16, a & 0xffff0000u, b << 16, b & 0xffff0000u);
+                        const u32 c = v[odd * 4 + q * 2], d = v[odd * 4 + q * 2 + 1];
+                        to[q] = make_uint4(c << 16, c & 0xffff0000u, d << 16, d & 0xffff0000u);
                     }
                 }
             }
@@ -294,7 +292,6 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
         if (lane == 0) arrive(&shared.counted[s]);  // nobody waits; the phase must end all the same
         const bool sized = plan.size() == spill + low_bytes;
         if (!sized && t == 0) report_fault(scratch, job, FAULT_RECORD, block, plan.size());
-        wait_stores_read();
         u32 escapes = 0;
 #pragma unroll 1
         for (u32 k = 0; k < THREAD_WORDS; k += 2) {  // two words a lane
