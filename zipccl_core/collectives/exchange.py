@@ -15,10 +15,12 @@ which wakes whoever waits for it.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import queue
 import threading
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +44,7 @@ log = logging.getLogger("zipccl")
 _DATA_TAG = 3
 _TAGS = 1 << 30
 _GRACE_S = 1.0
+EXIT_S = 5.0
 
 
 @dataclass
@@ -144,6 +147,24 @@ def again(error: ZipcclError) -> ZipcclError:
     return type(error)(*error.args)
 
 
+_live: weakref.WeakSet[Exchange] = weakref.WeakSet()
+
+
+@atexit.register
+def _part_at_exit() -> None:
+    """End what nobody has closed: a thread that waits in the backend when Python ends would abort the process."""
+    exchanges = list(_live)
+    for exchange in exchanges:
+        exchange.stop(0)
+    deadline = time.monotonic() + EXIT_S
+    for exchange in exchanges:
+        exchange.stop(max(deadline - time.monotonic(), 0))
+        exchange.transport.abort()
+    deadline = time.monotonic() + _GRACE_S + 1
+    for thread in (thread for exchange in exchanges for thread in exchange.threads()):
+        thread.join(max(deadline - time.monotonic(), 0))
+
+
 class Exchange:
     """The groups and the progress thread of one Communicator.
 
@@ -165,6 +186,7 @@ class Exchange:
         self._lock = threading.Lock()
         self._books_lock = threading.Lock()
         self.seam: Seam | None = None
+        self.channel_threads: list[threading.Thread] = []
         self.last_arrivals: list[tuple[int, float]] = []
         self.arrived_last: Counter[int] = Counter()
         self._pending: ZipcclError | None = None
@@ -176,6 +198,7 @@ class Exchange:
         self.transport = Transport(board, rank, size, policy.timeout_s)
         self._thread = threading.Thread(target=self._run, name="zipccl-progress", daemon=True)
         self._thread.start()
+        _live.add(self)
 
     # The caller's thread
 
@@ -205,7 +228,7 @@ class Exchange:
             raise InvalidArgument(f"{operation}: this Communicator is closed; make another")
 
     def stop(self, timeout_s: float) -> None:
-        """End the progress thread after the calls it has; waits at most timeout_s."""
+        """End the progress thread after the calls it has, and part from the peers; waits at most timeout_s."""
         with self._lock:
             self._stopped = True
             self._calls.put(None)
@@ -217,6 +240,10 @@ class Exchange:
         if self.seam is None:
             return None
         return self.seam.reached(phase, call.operation, call.sequence, peer, data)
+
+    def threads(self) -> list[threading.Thread]:
+        """All threads that may wait in the backend."""
+        return [self._thread, *self.transport.listeners, *self.channel_threads]
 
     # The progress thread
 
@@ -276,13 +303,9 @@ class Exchange:
         verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
         error = next((v.error for v in verdicts if v.error is not None), None)
         if error is not None and any(v.fatal for v in verdicts):
-            raise self._break(error)
-        for peer, work in transfers:  # all peers have spoken, so these are done or about to be
-            self._wait(call, work, deadline + _GRACE_S, [peer])
-        transfers.clear()
-        for peer, work in call.control_sends:
-            self._wait(call, work, deadline + _GRACE_S, [peer])
-        call.control_sends.clear()
+            # Published, because giving up may cut off this rank's own verdict on its way.
+            raise self.give_up(error, error)
+        self._end_transfers(call, transfers, deadline)
         repairable = self.policy.retransmit and self.policy.verify == "wait"
         if error is not None and repairable and all(v.error is None or v.damaged for v in verdicts):
             return self._retransmit(call, verdicts, time.monotonic() + self.policy.timeout_s)
@@ -309,10 +332,16 @@ class Exchange:
         with self._books_lock:
             self.stats.setdefault(call.operation, Counter())["retransmissions"] += len(arrivals)
         log.warning("rank %d: %s: %d damaged messages were sent again", self.rank, title(call), len(arrivals))
-        again_verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
-        for peer, work in transfers:
+        verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
+        self._end_transfers(call, transfers, deadline)
+        return next((v.error for v in verdicts if v.error is not None), None)
+
+    def _end_transfers(self, call: Call, transfers: list[Any], deadline: float) -> None:
+        """Wait for everything this rank has sent: a send that is let go of before it is done never arrives."""
+        for peer, work in (*transfers, *call.control_sends):  # all peers have spoken: done, or about to be
             self._wait(call, work, deadline + _GRACE_S, [peer])
-        return next((v.error for v in again_verdicts if v.error is not None), None)
+        transfers.clear()
+        call.control_sends.clear()
 
     def _exchange(self, call: Call, deadline: float, transfers: list[Any]) -> bool:
         """Records, phase one, phase two; whether all is here. _Refused if something that came is wrong."""

@@ -8,16 +8,18 @@ deadlock.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
+import weakref
 from typing import Any
 
 import torch
 
 from ..errors import CorruptFrame, PeerError, ZipcclError
 from ..policy.switch import Decision, explain
-from .exchange import Call, Exchange, Work, again
+from .exchange import EXIT_S, Call, Exchange, Work, again
 from .message import Incoming, Message, dtype_text, encode_message
 from .wire import CallRecord, Verdict
 
@@ -25,6 +27,17 @@ TAGS = 1 << 27
 _FIRST_TAG = 1 << 30  # above every tag of the collectives
 _RECORD, _DATA, _VERDICT, _MIRROR = 0, 1, 2, 4
 _TAGS_A_CHANNEL = 8
+
+
+_live: weakref.WeakSet[Channels] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    """As for the progress thread; runs before it, since it is registered after it."""
+    deadline = time.monotonic() + EXIT_S
+    for channels in list(_live):
+        channels.stop(max(deadline - time.monotonic(), 0))
 
 
 class Channels:
@@ -38,6 +51,7 @@ class Channels:
         self._exchange = exchange
         self._lock = threading.Lock()
         self._channels: dict[tuple[int, int, bool], _Channel] = {}
+        _live.add(self)
 
     def submit(self, call: Call, peer: int, tag: int, is_sender: bool) -> Work:
         """Hand a call with one tensor to send, or one to receive, to its channel."""
@@ -71,6 +85,7 @@ class _Channel:
         self.calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self.thread = threading.Thread(target=self._run, name=f"zipccl-channel-{peer}-{tag}", daemon=True)
         self.thread.start()
+        exchange.channel_threads.append(self.thread)
 
     def _run(self) -> None:
         while (call := self.calls.get()) is not None:

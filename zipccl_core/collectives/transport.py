@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..errors import PeerError
 from .board import Board
 from .message import Message, as_tensor
 from .wire import CONTROL_BYTES
@@ -26,6 +27,7 @@ from .wire import CONTROL_BYTES
 _CONTROL_TAG, _ABORT_TAG = 1, 2
 _FOREVER = timedelta(days=3650)
 _FAREWELL_S = 2.0
+_CONNECT_S = 30.0
 _BYE = b"ZBYE".ljust(CONTROL_BYTES, b"\0")
 GROUPS = ("control", "data", "phase_two", "native")
 
@@ -53,22 +55,29 @@ class Transport:
     Args:
         board: where the groups find each other.
         rank, size: in the group.
-        timeout_s: of the policy; the groups' own stands above it, since ours names the rank.
+        timeout_s: of the policy; connecting may take 30 s if that is less.
+
+    Raises:
+        PeerError: the ranks cannot connect.
     """
 
     def __init__(self, board: Board, rank: int, size: int, timeout_s: float) -> None:
         self.inbox: queue.SimpleQueue[Control] = queue.SimpleQueue()
         self._peers = [r for r in range(size) if r != rank]
         self._groups: dict[str, Any] = {}
-        self._listeners: list[threading.Thread] = []
+        self.listeners: list[threading.Thread] = []
         if not self._peers:
             return
-        timeout = timedelta(seconds=timeout_s + 60)
-        for name in GROUPS:
-            self._groups[name] = dist.ProcessGroupGloo(board.backend_store(name), rank, size, timeout)
+        timeout = timedelta(seconds=max(timeout_s, _CONNECT_S))
+        try:
+            for name in GROUPS:
+                self._groups[name] = dist.ProcessGroupGloo(board.backend_store(name), rank, size, timeout)
+        except RuntimeError as exc:
+            text = f"Communicator: rank {rank} of {size} cannot connect to all others: {exc}"
+            raise board.settle(PeerError(text)) from exc
         for peer in self._peers:
             thread = threading.Thread(target=self._listen, args=(peer,), name=f"zipccl-listener-{peer}", daemon=True)
-            self._listeners.append(thread)
+            self.listeners.append(thread)
             thread.start()
 
     def group(self, name: str) -> Any:
@@ -103,16 +112,16 @@ class Transport:
         with contextlib.suppress(RuntimeError):
             farewells = [self.send_control(_BYE, peer) for peer in self._peers]
             deadline = time.monotonic() + _FAREWELL_S
-            for listener in self._listeners:
+            for listener in self.listeners:
                 listener.join(max(deadline - time.monotonic(), 0))
-            for farewell in farewells if not any(t.is_alive() for t in self._listeners) else []:
+            for farewell in farewells if not any(t.is_alive() for t in self.listeners) else []:
                 farewell.wait(timedelta(seconds=_FAREWELL_S))
         self.abort()
 
     def abort(self) -> None:
         """Close every connection now; whoever waits on one, here or at a peer, is woken with an error."""
         groups, self._groups = self._groups, {}
-        hurry = any(listener.is_alive() for listener in self._listeners)
+        hurry = any(listener.is_alive() for listener in self.listeners)
         for group in groups.values() if hurry else ():
             for peer in self._peers:  # the first that is still connected will do: its time-out closes all connections
                 with contextlib.suppress(RuntimeError):

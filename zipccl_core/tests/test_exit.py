@@ -1,0 +1,51 @@
+"""Processes that end without closing: no abort, no hang, and peers that are told."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys, time
+import torch, torch.distributed as dist
+from zipccl_core import Communicator, Policy
+from zipccl_core.errors import PeerError
+
+what = sys.argv[1]
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+comm = Communicator(policy=Policy(compress="always", timeout_s=60))
+mine = torch.randn(1000).bfloat16()
+out = torch.empty(1000 * size, dtype=torch.bfloat16)
+work = comm.all_gather_into_tensor(out, mine, async_op=True)
+if rank == 0 or what != "dropped":
+    work.wait()
+if what == "receive_pending" and rank == 1:
+    comm.irecv(torch.empty(5), src=0)
+if what == "exits_early":
+    if rank == 1:
+        sys.exit(0)
+    try:
+        comm.barrier()
+    except PeerError as exc:
+        print("told:", exc)
+print("ended", rank)
+"""
+
+
+@pytest.mark.parametrize("what", ["dropped", "receive_pending", "exits_early"])
+def test_a_process_that_does_not_close_ends_cleanly(tmp_path: Path, what: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), what]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        run, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": root}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("ended") == (1 if what == "exits_early" else 2)
+    assert ("told:" in done.stdout) == (what == "exits_early")
