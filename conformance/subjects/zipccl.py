@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -10,6 +11,7 @@ import torch.distributed as dist
 import zipccl_core
 from conformance.subject import REDUCE_OPS, Capabilities, PremulSum
 from zipccl_core import Codebook, Communicator, Policy
+from zipccl_core.collectives import exchange
 
 MODES = {
     "always": {"compress": "always"},
@@ -89,6 +91,29 @@ class ZipcclSubject:
 
     def codec(self) -> ZipcclCodec:
         return ZipcclCodec()
+
+
+def communicator_with_seam(
+    group: dist.ProcessGroup,
+    seam: Any,
+    *,
+    sigma: float | None = None,
+    format_version: int | None = None,
+    **policy: Any,
+) -> ZipcclCommunicator:
+    """A Communicator whose every phase is shown to `seam` (zipccl_core.collectives.seam.Seam); for faults/.
+
+    Args:
+        sigma: of a Gaussian codebook for all messages; as the policy says if None.
+        format_version: what this rank says its frame version is; the true one if None.
+        policy: fields of Policy.
+    """
+    if sigma is not None:
+        policy["codebook"] = Codebook.gaussian(sigma)
+    with mock.patch.object(exchange, "FORMAT_VERSION", format_version or exchange.FORMAT_VERSION):
+        inner = Communicator(group, Policy(**policy))
+    inner._exchange.seam = seam
+    return ZipcclCommunicator(inner)
 
 
 def subject() -> ZipcclSubject:
