@@ -249,7 +249,7 @@ class Communicator:
                 )
                 native.receives = [shards[self._rank]] * self._size
                 native.native = lambda group, timeout: all_reduce_native(group, flat, spec, timeout)
-                return [native, Call(dtype=flat.dtype, total_words=n)]
+                return [native]
             mine = shards[self._rank]
             reduction = self._reduction(spec, shards, flat, mine)
             gather = Call(
@@ -262,7 +262,7 @@ class Communicator:
             )
             return [reduction, gather]
 
-        return self._issue("all_reduce", build, async_op, stages=2)
+        return self._issue("all_reduce", build, async_op)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int | None = None, async_op: bool = False, group_src: int | None = None
@@ -529,23 +529,23 @@ class Communicator:
 
     # How
 
-    def _issue(self, operation: str, build: Callable[[], list[Call]], async_op: bool, stages: int = 1) -> Work | None:
-        """Build and submit the `stages` calls of an operation; wait for them unless async_op."""
+    def _issue(self, operation: str, build: Callable[[], list[Call]], async_op: bool) -> Work | None:
+        """Build and submit the calls of an operation; wait for them unless async_op."""
         if self._closed:
             raise InvalidArgument(f"{operation}: this Communicator is closed; make another")
-        work = self._submit(operation, build, stages)
+        work = self._submit(operation, build)
         if async_op:
             return work
         work.wait()
         return None
 
-    def _submit(self, operation: str, build: Callable[[], list[Call]], stages: int = 1) -> Work:
+    def _submit(self, operation: str, build: Callable[[], list[Call]]) -> Work:
         try:
             calls = build()
         except Exception as exc:  # InvalidArgument, or torch's own dislike of an argument
             # The peers wait for this rank's records: tell them, and raise with them what the verdict says.
             invalid = InvalidArgument(f"{operation}: {exc} (on rank {self._rank} of {self._size})")
-            self._exchange.submit(*[Call(operation, invalid=invalid) for _ in range(stages)]).wait()
+            self._exchange.submit(Call(operation, invalid=invalid)).wait()
             raise invalid from exc  # not reached: the verdict holds an error, this one or a lower rank's
         for stage, call in enumerate(calls):
             call.operation, call.stage = operation, stage

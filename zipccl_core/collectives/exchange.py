@@ -63,7 +63,8 @@ class Call:
         native: runs the backend's own collective instead of a data exchange; returns after it is done.
         finish: puts the result where the caller wants it, after all has been received.
         invalid: why this rank's arguments were refused, None if they were not.
-        stage: 0, or more for the later calls of one that takes several; counted once.
+        stage: 0, or more for the later calls of one that takes several; they share a number and are counted once.
+        before: the call of the stage before, None for the first; if that failed, on all ranks, this is not made.
     """
 
     operation: str = ""
@@ -79,6 +80,7 @@ class Call:
     finish: Callable[[], None] = lambda: None
     invalid: InvalidArgument | None = None
     stage: int = 0
+    before: Call | None = None
     sequence: int = -1
     control_sends: list[tuple[int, Any]] = field(default_factory=list)
     send_failure: tuple[int, RuntimeError] | None = None
@@ -88,7 +90,7 @@ class Call:
     error: ZipcclError | None = None
     decision: Decision | None = None
 
-    def record_for(self, rank: int, peer: int) -> CallRecord:
+    def record_for(self, rank: int, peer: int, policy: int) -> CallRecord:
         """This rank's call record for one peer."""
         return CallRecord(
             self.sequence,
@@ -101,6 +103,7 @@ class Call:
             self.receives[peer].numel() if self.receives else 0,
             self.total_words,
             self.root,
+            policy,
             self.invalid is None,
         )
 
@@ -177,6 +180,7 @@ class Exchange:
     def __init__(self, board: Board, rank: int, size: int, policy: Policy) -> None:
         self.rank, self.size, self.policy = rank, size, policy
         self.broken: ZipcclError | None = None
+        self._fingerprint = policy.fingerprint()
         self.stats: dict[str, Counter[str]] = {}
         self.last_decision: Decision | None = None
         self._board = board
@@ -203,17 +207,22 @@ class Exchange:
     # The caller's thread
 
     def submit(self, *calls: Call) -> Work:
-        """Number calls, tell every peer of them, and hand them to the progress thread; nothing comes between them."""
+        """Number the calls of an operation, tell every peer of them, and hand them to the progress thread.
+
+        They have one number, so that ranks which disagree on the operation still agree on the number of the next.
+        """
         with self._lock:
             self.check_open(calls[0].operation)
-            for call in calls:
-                call.sequence = self._sequence
-                self._sequence += 1
+            number, self._sequence = self._sequence, self._sequence + 1
+            for before, call in zip((None, *calls), calls, strict=False):
+                call.sequence, call.before = number, before
                 self.reached("issue", call)
                 call.arrivals_s[self.rank] = time.monotonic()
                 for peer in self._peers:
                     try:
-                        work = self.transport.send_control(call.record_for(self.rank, peer).pack(), peer)
+                        work = self.transport.send_control(
+                            call.record_for(self.rank, peer, self._fingerprint).pack(), peer
+                        )
                         call.control_sends.append((peer, work))
                     except RuntimeError as exc:
                         call.send_failure = call.send_failure or (peer, exc)
@@ -260,7 +269,7 @@ class Exchange:
                 )
             finally:
                 call.finish = lambda: None  # let go of the caller's tensors
-                call.sends, call.receives, call.messages, call.native = [], [], {}, None
+                call.sends, call.receives, call.messages, call.native, call.before = [], [], {}, None, None
                 call.done.set()
                 del call
         self.transport.close()
@@ -271,6 +280,9 @@ class Exchange:
         deadline = time.monotonic() + self.policy.timeout_s
         if call.send_failure is not None:
             raise self.transport_failed(title(call), call.send_failure[1], [call.send_failure[0]])
+        if call.before is not None and call.before.error is not None:
+            self._end_transfers(call, [], deadline)
+            raise again(call.before.error)
         pending, self._pending = self._pending, None  # what the call before found out after it had returned
         transfers: list[Any] = []
         refused: _Refused | None = None
@@ -359,7 +371,7 @@ class Exchange:
             all_valid = all_valid and record.valid
             if call.invalid is not None or not record.valid:
                 continue
-            wrong = call.record_for(self.rank, src).disagreement(record)
+            wrong = call.record_for(self.rank, src, self._fingerprint).disagreement(record)
             if wrong:
                 wrong = f"{title(call)}: {wrong}; call it alike on all ranks"
                 # A rank that closes makes no further call: the others cannot go on either.
@@ -395,6 +407,8 @@ class Exchange:
 
     def _note_arrivals(self, call: Call) -> None:
         """Who came when, in microseconds after the first."""
+        if call.stage:
+            return
         first = min(call.arrivals_s.values())
         order = sorted(call.arrivals_s.items(), key=lambda item: item[1])
         self.last_arrivals = [(rank, (at - first) * 1e6) for rank, at in order]
@@ -506,9 +520,11 @@ class Exchange:
             if peer is None:
                 self._hear(title(call), missing, deadline)
                 continue
-            missing.remove(peer)
             control = self._stash[peer][kind].popleft()
             assert control.data is not None
+            if kind == CallRecord.MAGIC and is_stale(control.data, call.sequence):
+                continue
+            missing.remove(peer)
             if kind == CallRecord.MAGIC:
                 call.arrivals_s[peer] = control.arrived_s
             yield peer, control.data
@@ -640,6 +656,14 @@ class _Refused(Exception):
 
 def _after(first: _Refused | None, second: _Refused | None) -> _Refused | None:
     return first if second is None else second.after(first)
+
+
+def is_stale(data: bytes, sequence: int) -> bool:
+    """Whether a call record is of a stage that was not made, since the stage before it had failed."""
+    try:
+        return CallRecord.parse(data).sequence < sequence
+    except ZipcclError:
+        return False  # whoever reads it says what is wrong with it
 
 
 def title(call: Call) -> str:

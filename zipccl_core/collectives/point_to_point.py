@@ -123,6 +123,7 @@ class _Channel:
             dtype_text(call.dtype) if call.dtype else "",
             send_words=call.sends[0].numel() if call.sends else 0,
             recv_words=call.receives[0].numel() if call.receives else 0,
+            policy=exchange.policy.fingerprint(),
             valid=call.invalid is None,
         )
         theirs = CallRecord.parse(self._swap(mine.pack(), CallRecord.BYTES, _RECORD, deadline, title))

@@ -75,6 +75,7 @@ class CallRecord:
         recv_words: elements src expects from this peer.
         total_words: elements of the whole call where all ranks must have the same number, else 0.
         root: the group rank named as src or dst, -1 if the operation has none.
+        policy: Policy.fingerprint() of src.
         valid: False if src's own arguments were refused: no payload will move to or from it.
     """
 
@@ -88,10 +89,11 @@ class CallRecord:
     recv_words: int = 0
     total_words: int = 0
     root: int = -1
+    policy: int = 0
     valid: bool = True
 
     BYTES = CONTROL_BYTES
-    _BODY = struct.Struct("<4sHBBQI16s16sIQQQi")
+    _BODY = struct.Struct("<4sHBBQI16s16sIQQQiI")
     MAGIC = b"ZCLL"
 
     def pack(self) -> bytes:
@@ -110,6 +112,7 @@ class CallRecord:
             self.recv_words,
             self.total_words,
             self.root,
+            self.policy,
         )
         return _seal(body, self.BYTES)
 
@@ -118,7 +121,7 @@ class CallRecord:
         """Raises CorruptFrame if damaged, UnsupportedFrame if of another version."""
         fields = cls._BODY.unpack_from(_unseal(data, "call record"))
         magic, version, operation, valid, sequence, src, dtype, reduce_op = fields[:8]
-        factor_bits, send_words, recv_words, total_words, root = fields[8:]
+        factor_bits, send_words, recv_words, total_words, root, policy = fields[8:]
         if version != FORMAT_VERSION:
             raise UnsupportedFrame(f"call record of format {version}, this build speaks {FORMAT_VERSION}")
         if magic != cls.MAGIC or operation >= len(OPERATIONS):
@@ -134,6 +137,7 @@ class CallRecord:
             recv_words,
             total_words,
             root,
+            policy,
             bool(valid),
         )
 
@@ -143,7 +147,7 @@ class CallRecord:
         Not all of it is seen by every pair: the verdict makes it one error on all ranks.
         """
         low, high = sorted((self, peer), key=lambda record: record.src)  # both sides say it in the same words
-        for name in ("operation", "sequence", "dtype", "reduce_op", "factor_bits", "root"):
+        for name in ("operation", "sequence", "dtype", "reduce_op", "factor_bits", "root", "policy"):
             if getattr(low, name) != getattr(high, name):
                 return f"rank {low.src} calls {low._called(name)}, rank {high.src} calls {high._called(name)}"
         for sender, receiver in ((low, high), (high, low)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -54,6 +55,10 @@ class Policy:
             raise InvalidArgument(f"Policy: prefix_percent must be 0 to 100, got {self.prefix_percent}")
         if not 0 < self.timeout_s < float("inf"):
             raise InvalidArgument(f"Policy: timeout_s must be positive and finite, got {self.timeout_s}")
+
+    def fingerprint(self) -> int:
+        """32 bits that differ, but for one chance in 2³², between policies that differ."""
+        return zlib.crc32(repr(self).encode())
 
     def codes(self, dtype: str, raw_bytes: int) -> bool:
         """Whether a message of raw_bytes to one peer is coded. Both ends know the arguments, so both decide alike."""
