@@ -18,7 +18,7 @@ from ...frame import (
     parse_header,
     static_bytes,
 )
-from .jit import TABLE_SIGNATURE, VERDICT_BYTES, Job, Launch, check_frame, element_bytes_of, make_table
+from .jit import BLOCK_THREADS, TABLE_SIGNATURE, VERDICT_BYTES, Job, Launch, check_frame, element_bytes_of, make_table
 
 __all__ = ["Verdicts", "decode_frames", "read_header"]
 
@@ -145,7 +145,7 @@ def decode_frames(frames: Sequence[Tensor], out: Sequence[Tensor]) -> Verdicts:
         )
         function.prepared_async_call(
             (max(1, min(table.tiles, most)), 1),
-            (256, 1, 1),
+            (BLOCK_THREADS, 1, 1),
             launch.stream,
             table.packed,
             scratch.data_ptr(),

@@ -22,11 +22,10 @@ struct Rank {
 };
 
 template <u32 ELEMENT_BYTES>
-struct ReduceShared : ReadShared<ELEMENT_BYTES, REDUCE_STAGES> {
-    u64 fixed_bytes, records;
+struct ReduceShared : ReadShared<ELEMENT_BYTES, REDUCE_STAGES, 1> {
     Rank rank[KEPT_RANKS];
     u64 tag[KEPT_RANKS];
-    u64 digest[KEPT_RANKS], escapes[KEPT_RANKS];  // of the last warps to leave, which take turns
+    u64 digest[KEPT_RANKS], escapes[KEPT_RANKS];  // the loading warp's
 };
 
 __device__ __forceinline__ u32 rounded_pair(float a, float b) {
@@ -53,15 +52,8 @@ __device__ __forceinline__ bool words_load_ahead(u64 words, u32 m) {
     return words % 16 == 0 && m * ELEMENT_BYTES % 16 == 0;
 }
 
-// A term of a tile: rank `rank`, tile `tile`; moves on by some terms, rank by rank.
-struct Term {
-    u32 tile, rank;
-    __device__ __forceinline__ Term after(u32 terms, u32 ranks) const {
-        Term next{tile, rank + terms};
-        while (next.rank >= ranks) next.rank -= ranks, next.tile += gridDim.x;
-        return next;
-    }
-};
+// What `factor` does: nothing, multiply every term, divide the sum.
+enum Scale { SCALE_NONE, SCALE_PREMUL, SCALE_AVERAGE };
 
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ Rank rank_of(const ReduceShared<ELEMENT_BYTES>& shared, const FrameJob* jobs, u32 rank) {
@@ -69,91 +61,119 @@ __device__ __forceinline__ Rank rank_of(const ReduceShared<ELEMENT_BYTES>& share
     return {jobs[rank].frame, jobs[rank].words, jobs[rank].capacity_bytes};
 }
 
-// Load a term into a stage, and the window for the term that comes into it next.
+// The next term to load: of rank `rank`, in tile `tile`; and its directory entries, on their way.
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void load_term(ReduceShared<ELEMENT_BYTES>& shared, u32 s, const FrameJob* jobs, u32 ranks,
-                                          u32 tiles, Term term, u32 m, bool from_window) {
-    if (term.tile >= tiles) return;
-    const Rank job = rank_of<ELEMENT_BYTES>(shared, jobs, term.rank);
-    const Term next = term.after(REDUCE_STAGES, ranks);
-    const u64 next_frame = next.tile < tiles ? rank_of<ELEMENT_BYTES>(shared, jobs, next.rank).frame : 0;
-    const u64 window = next_frame ? window_address(next_frame, next.tile) : 0;
-    if (job.frame) {
-        const LoadSource source{job.frame, shared.fixed_bytes, shared.records, job.capacity_bytes, tiles};
-        const Entries entries =
-            from_window ? window_entries(shared.window(s), source, term.tile) : read_entries(source, term.tile);
-        load_block<ELEMENT_BYTES>(shared, s, source, term.tile, m, entries, window);
-        return;
+struct TermLoad {
+    u32 tile, rank;
+    LoadSource source;  // frame 0: plain words, at `words`
+    u64 words;
+    Entries entries;
+
+    __device__ __forceinline__ void ask(const ReduceShared<ELEMENT_BYTES>& shared, const FrameJob* jobs, u32 tiles) {
+        if (tile >= tiles) return;
+        const Rank of = rank_of<ELEMENT_BYTES>(shared, jobs, rank);
+        source.frame = of.frame;
+        source.capacity_bytes = of.capacity_bytes;
+        words = of.words;
+        if (of.frame) entries = read_entries(source, tile);
     }
-    const u64 words = job.words + u64(term.tile) * (BLOCK_WORDS * ELEMENT_BYTES);
-    const u32 n_bytes = words_load_ahead<ELEMENT_BYTES>(words, m) ? m * ELEMENT_BYTES : 0;
-    begin_load(&shared.loaded[s], n_bytes + (window ? WINDOW_BYTES : 0));
-    load_piece(&shared.loaded[s], shared.stage[s], words, n_bytes);
-    if (window) load_piece(&shared.loaded[s], shared.window(s), window, WINDOW_BYTES);
-    end_load(&shared.loaded[s]);
-}
+    __device__ __forceinline__ void advance(u32 ranks) {
+        if (++rank == ranks) rank = 0, tile += gridDim.x;
+    }
+    __device__ __forceinline__ void load(ReduceShared<ELEMENT_BYTES>& shared, u32 s, u32 m) {
+        if (source.frame) {
+            load_block<ELEMENT_BYTES>(shared, s, source, tile, m, entries);
+            return;
+        }
+        const u64 from = words + u64(tile) * (BLOCK_WORDS * ELEMENT_BYTES);
+        const u32 n_bytes = words_load_ahead<ELEMENT_BYTES>(from, m) ? m * ELEMENT_BYTES : 0;
+        begin_load(&shared.stages.loaded[s], n_bytes);
+        load_piece(&shared.stages.loaded[s], shared.stage[s], from, n_bytes);
+        end_load(&shared.stages.loaded[s]);
+    }
+};
 
-// What `factor` does: nothing, multiply every term, divide the sum.
-enum Scale { SCALE_NONE, SCALE_PREMUL, SCALE_AVERAGE };
-
-template <u32 ELEMENT_BYTES, Scale SCALE>
-__device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, float factor, ReadScratch* scratch,
-                                             Verdict* verdicts) {
-    extern __shared__ __align__(128) u8 shared_bytes[];
-    auto& shared = *reinterpret_cast<ReduceShared<ELEMENT_BYTES>*>(shared_bytes);
-    typedef typename UnsignedOf<ELEMENT_BYTES>::type Element;
-
-    const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of();
+// The loading warp: loads terms ahead, and judges those that the others are done with.
+template <u32 ELEMENT_BYTES>
+__device__ __forceinline__ void feed_reducers(const JobTable& table, ReduceShared<ELEMENT_BYTES>& shared,
+                                              ReadScratch* scratch) {
     const FrameJob* jobs = table.all();
     const u32 ranks = table.jobs, tiles = table.tiles;
     const u64 n = jobs[0].n;
     const u32 full_blocks = u32(n / BLOCK_WORDS), rest = u32(n % BLOCK_WORDS);
-    if (t < KEPT_RANKS) {
-        shared.digest[t] = shared.escapes[t] = 0;
-        if (t < ranks) {
-            shared.rank[t] = {jobs[t].frame, jobs[t].words, jobs[t].capacity_bytes};
-            shared.tag[t] = tag_of(jobs[t]);
+    TermLoad<ELEMENT_BYTES> load;
+    load.tile = blockIdx.x;
+    load.rank = 0;
+    load.source = {0, static_bytes(n), records_begin(n), 0, tiles};
+    load.ask(shared, jobs, tiles);
+    StageCursor<REDUCE_STAGES> cursor;
+#pragma unroll 1
+    for (u32 s = 0; s < REDUCE_STAGES && load.tile < tiles; ++s) {
+        load.load(shared, s, load.tile < full_blocks ? BLOCK_WORDS : rest);
+        load.advance(ranks);
+        load.ask(shared, jobs, tiles);
+    }
+    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x)
+        for (u32 rank = 0; rank < ranks; ++rank, cursor.advance()) {
+            const u32 s = cursor.stage;
+            wait_barrier(&shared.stages.empty[s], cursor.parity);
+            const BlockPlan plan = shared.plan[s];
+            const BlockParts parts = parts_of_block<ELEMENT_BYTES>(shared, s);
+            if (load.tile < tiles) {
+                load.load(shared, s, load.tile < full_blocks ? BLOCK_WORDS : rest);
+                load.advance(ranks);
+                load.ask(shared, jobs, tiles);
+            }
+            if (!(rank < KEPT_RANKS ? shared.tag[rank] : jobs[rank].frame)) continue;
+            const u32 m = tile < full_blocks ? BLOCK_WORDS : rest;
+            const BlockResult result = finish_block<ELEMENT_BYTES>(parts, plan, tile, m, scratch, rank);
+            if (lane_of()) continue;
+            if (rank < KEPT_RANKS) {
+                shared.digest[rank] += result.mixed;
+                shared.escapes[rank] += result.escapes;
+            } else {
+                add_to_job(scratch, rank, result.mixed, result.escapes);
+            }
         }
-    }
-    if (t == 0) {
-        shared.fixed_bytes = static_bytes(n);
-        shared.records = records_begin(n);
-    }
-    shared.init();
-    if (warp < REDUCE_STAGES) {
-        const Term term = Term{blockIdx.x, 0}.after(warp, ranks);
-        load_term<ELEMENT_BYTES>(shared, warp, jobs, ranks, tiles, term, term.tile < full_blocks ? BLOCK_WORDS : rest,
-                                 false);
-    }
+    __syncwarp();
+    for (u32 rank = lane_of(); rank < KEPT_RANKS && rank < ranks; rank += 32)
+        if (shared.digest[rank] || shared.escapes[rank])
+            add_to_job(scratch, rank, shared.digest[rank], shared.escapes[rank]);
+}
 
-    const u32 first = warp * WARP_WORDS;
-    u32 stage = 0, phases = 0, counted_phases = 0;
+template <u32 ELEMENT_BYTES, Scale SCALE>
+__device__ __forceinline__ void reduce_blocks(const JobTable& table, ReduceShared<ELEMENT_BYTES>& shared, u64 out,
+                                              float factor, ReadScratch* scratch) {
+    typedef typename UnsignedOf<ELEMENT_BYTES>::type Element;
+    const FrameJob* jobs = table.all();
+    const u32 lane = lane_of(), warp = warp_of(), ranks = table.jobs, tiles = table.tiles;
+    const u64 n = jobs[0].n;
+    const u32 full_blocks = u32(n / BLOCK_WORDS), rest = u32(n % BLOCK_WORDS), first = warp * WARP_WORDS;
+    const double divisor = factor, reciprocal = SCALE == SCALE_AVERAGE ? 1.0 / divisor : 0;
+    StageCursor<REDUCE_STAGES> cursor;
+    u32 counted = 0;  // parity of each stage's counts: plain words have none
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const u32 m = tile < full_blocks ? BLOCK_WORDS : rest;
         float acc[THREAD_WORDS];  // from -0 on: fl32(-0 + x) is x, whatever x is, and -0 remains -0
 #pragma unroll
         for (u32 i = 0; i < THREAD_WORDS; ++i) acc[i] = -0.0f;
 #pragma unroll 1
-        for (u32 rank = 0; rank < ranks; ++rank) {
+        for (u32 rank = 0; rank < ranks; ++rank, cursor.advance()) {
+            const u32 stage = cursor.stage;
             const u64 tag = rank < KEPT_RANKS ? shared.tag[rank] : tag_of(jobs[rank]);
-            const bool is_frame = tag != 0;
-            wait_barrier(&shared.loaded[stage], phases >> stage & 1);
-            phases ^= 1u << stage;
-
-            BlockPlan plan{0};
-            u32 place = u32(shared.elements - shared_bytes);  // of the elements
-            if (is_frame) {
-                plan = shared.plan[stage];
-                rebuild_words<ELEMENT_BYTES>(shared, stage, tile, m, Codes(tag & ~FRAME_TAG),
-                                             counted_phases >> stage & 1, scratch, rank);
-                counted_phases ^= 1u << stage;
+            wait_barrier(&shared.stages.loaded[stage], cursor.parity);
+            u32 place = u32(shared.elements[0] - shared.stage[0]);  // of the elements
+            if (tag) {
+                rebuild_words<ELEMENT_BYTES, 0>(shared, shared.elements[0], stage, tile, m, Codes(tag & ~FRAME_TAG),
+                                                counted >> stage & 1, scratch, rank);
+                counted ^= 1u << stage;
             } else {
-                place = u32(shared.stage[stage] - shared_bytes);
+                place = u32(shared.stage[stage] - shared.stage[0]);
                 const u64 words = jobs[rank].words + u64(tile) * (BLOCK_WORDS * ELEMENT_BYTES);
                 if (!words_load_ahead<ELEMENT_BYTES>(words, m)) {
 #pragma unroll 1
                     for (u32 i = first + lane; i < first + WARP_WORDS && i < m; i += 32)
-                        ((Element*)(shared_bytes + place))[i] = ((const Element*)words)[i];
+                        ((Element*)(shared.stage[0] + place))[i] = ((const Element*)words)[i];
                     __syncwarp();
                 }
             }
@@ -163,44 +183,22 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, flo
             for (u32 slot = 0; slot < 4; ++slot)
 #pragma unroll
                 for (u32 q = 0; q < ELEMENT_BYTES / 2; ++q) {
-                    const uint4 x = *(const uint4*)(shared_bytes + place + chunk_offset<ELEMENT_BYTES>(slot) + q * 16);
+                    const uint4 x = *(const uint4*)(shared.stage[0] + place + chunk_offset<ELEMENT_BYTES>(slot) + q * 16);
                     sum += weighted(x, weights_of<ELEMENT_BYTES>(slot, q));
                     const u32 raw[4] = {x.x, x.y, x.z, x.w};
-                    float term[16 / ELEMENT_BYTES];
-#pragma unroll
-                    for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i)
-                        term[i] = __uint_as_float(ELEMENT_BYTES == 4 ? raw[i % 4]
-                                                  : i & 1            ? raw[i / 2] & 0xffff0000u
-                                                                     : raw[i / 2] << 16);
                     float* a = &acc[slot * 8 + q * (16 / ELEMENT_BYTES)];
 #pragma unroll
-                    for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i)
-                        a[i] = __fadd_rn(a[i], SCALE == SCALE_PREMUL ? __fmul_rn(term[i], factor) : term[i]);
-                }
-            sum = warp_sum_all(sum);
-            if (lane == 0) shared.sums[stage][warp] = sum;
-
-            if (last_to_leave(&shared.left[stage])) {
-                const BlockParts parts = parts_of_block<ELEMENT_BYTES>(shared, stage);
-                const Term next = Term{tile, rank}.after(REDUCE_STAGES, ranks);
-                load_term<ELEMENT_BYTES>(shared, stage, jobs, ranks, tiles, next,
-                                         next.tile < full_blocks ? BLOCK_WORDS : rest, true);
-                BlockResult result{0, 0};
-                if (is_frame) result = finish_block<ELEMENT_BYTES>(parts, plan, tile, m, scratch, rank);
-                if (lane == 0 && is_frame) {
-                    if (rank < KEPT_RANKS) {
-                        shared.digest[rank] += result.mixed;
-                        shared.escapes[rank] += result.escapes;
-                    } else {
-                        atomicAdd(&scratch->of_job[rank].digest, result.mixed);
-                        atomicAdd(&scratch->of_job[rank].escapes, u64(result.escapes));
+                    for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i) {
+                        const float term = __uint_as_float(ELEMENT_BYTES == 4 ? raw[i % 4]
+                                                           : i & 1            ? raw[i / 2] & 0xffff0000u
+                                                                              : raw[i / 2] << 16);
+                        a[i] = __fadd_rn(a[i], SCALE == SCALE_PREMUL ? __fmul_rn(term, factor) : term);
                     }
                 }
-            }
-            stage = stage + 1 == REDUCE_STAGES ? 0 : stage + 1;
+            shared.stages.put_sum(stage, sum);
+            shared.stages.leave(stage);
         }
 
-        const double divisor = factor, reciprocal = SCALE == SCALE_AVERAGE ? 1.0 / divisor : 0;
         wait_stores_read();
 #pragma unroll
         for (u32 slot = 0; slot < 4; ++slot)
@@ -221,12 +219,12 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, flo
                         if ((x[i] & 0x7fffffffu) > 0x7f800000u) x[i] = 0x7fc00000u;
                     }
                 }
-                *(uint4*)(shared.elements + chunk_offset<ELEMENT_BYTES>(slot) + q * 16) =
+                *(uint4*)(shared.elements[0] + chunk_offset<ELEMENT_BYTES>(slot) + q * 16) =
                     make_uint4(x[0], x[1], x[2], x[3]);
             }
         publish_to_stores();
         const u32 mine = m <= first ? 0 : m - first < WARP_WORDS ? m - first : WARP_WORDS;
-        const u8* from = shared.elements + first * ELEMENT_BYTES;
+        const u8* from = shared.elements[0] + first * ELEMENT_BYTES;
         const u64 to = out + (u64(tile) * BLOCK_WORDS + first) * ELEMENT_BYTES;
         if (to % 16 == 0 && mine * ELEMENT_BYTES % 16 == 0) {
             store_piece(to, from, mine * ELEMENT_BYTES);
@@ -238,40 +236,56 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, flo
         commit_stores();
     }
     wait_stores_read();
-    __syncthreads();
-    if (t < KEPT_RANKS && t < ranks && (shared.digest[t] || shared.escapes[t])) {
-        atomicAdd(&scratch->of_job[t].digest, shared.digest[t]);
-        atomicAdd(&scratch->of_job[t].escapes, shared.escapes[t]);
-    }
-    finish_reading<ELEMENT_BYTES>(jobs, ranks, scratch, verdicts, &shared.last);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_REDUCE_BLOCKS_2)
+template <u32 ELEMENT_BYTES, Scale SCALE>
+__device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, float factor, ReadScratch* scratch,
+                                             Verdict* verdicts) {
+    extern __shared__ __align__(128) u8 shared_bytes[];
+    auto& shared = *reinterpret_cast<ReduceShared<ELEMENT_BYTES>*>(shared_bytes);
+    const FrameJob* jobs = table.all();
+    if (threadIdx.x < KEPT_RANKS) {
+        const u32 rank = threadIdx.x;
+        shared.digest[rank] = shared.escapes[rank] = 0;
+        if (rank < table.jobs) {
+            shared.rank[rank] = {jobs[rank].frame, jobs[rank].words, jobs[rank].capacity_bytes};
+            shared.tag[rank] = tag_of(jobs[rank]);
+        }
+    }
+    shared.init();
+    if (warp_of() == WARPS)
+        feed_reducers<ELEMENT_BYTES>(table, shared, scratch);
+    else
+        reduce_blocks<ELEMENT_BYTES, SCALE>(table, shared, out, factor, scratch);
+    finish_reading<ELEMENT_BYTES>(jobs, table.jobs, scratch, verdicts, &shared.last);
+}
+
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_REDUCE_BLOCKS_2)
     decode_reduce_sum_bfloat16_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
                                       ReadScratch* scratch, Verdict* verdicts) {
     reduce_tiles<2, SCALE_NONE>(table, out, factor, scratch, verdicts);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_REDUCE_BLOCKS_2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_REDUCE_BLOCKS_2)
     decode_reduce_premul_bfloat16_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
                                       ReadScratch* scratch, Verdict* verdicts) {
     reduce_tiles<2, SCALE_PREMUL>(table, out, factor, scratch, verdicts);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_AVERAGE_BLOCKS_2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_AVERAGE_BLOCKS_2)
     decode_reduce_average_bfloat16_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
                                       ReadScratch* scratch, Verdict* verdicts) {
     reduce_tiles<2, SCALE_AVERAGE>(table, out, factor, scratch, verdicts);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_REDUCE_BLOCKS_4)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_REDUCE_BLOCKS_4)
     decode_reduce_sum_float32_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
                                       ReadScratch* scratch, Verdict* verdicts) {
     reduce_tiles<4, SCALE_NONE>(table, out, factor, scratch, verdicts);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_REDUCE_BLOCKS_4)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_REDUCE_BLOCKS_4)
     decode_reduce_premul_float32_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
                                       ReadScratch* scratch, Verdict* verdicts) {
     reduce_tiles<4, SCALE_PREMUL>(table, out, factor, scratch, verdicts);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_AVERAGE_BLOCKS_4)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_AVERAGE_BLOCKS_4)
     decode_reduce_average_float32_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
                                       ReadScratch* scratch, Verdict* verdicts) {
     reduce_tiles<4, SCALE_AVERAGE>(table, out, factor, scratch, verdicts);

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...errors import InvalidArgument
 from .decode import ACCUMULATOR_BYTES, COUNTER_BYTES, NAMES, Verdicts, frame_job
-from .jit import TABLE_SIGNATURE, VERDICT_BYTES, Job, Launch, element_bytes_of, make_table
+from .jit import BLOCK_THREADS, TABLE_SIGNATURE, VERDICT_BYTES, Job, Launch, element_bytes_of, make_table
 
 __all__ = ["decode_reduce"]
 
@@ -78,7 +78,7 @@ def decode_reduce(
         )
         function.prepared_async_call(
             (max(1, min(table.tiles, most)), 1),
-            (256, 1, 1),
+            (BLOCK_THREADS, 1, 1),
             launch.stream,
             table.packed,
             out.data_ptr(),

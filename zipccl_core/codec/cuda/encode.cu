@@ -1,8 +1,8 @@
 // Encoding (FORMAT.md 2-6): encode_*_kernel writes all records, pack_*_kernel puts the dynamic parts in their places.
 //
 // encode: a persistent grid; a thread block takes every gridDim.x-th tile, and its warps an eighth each, without waiting
-// for each other. A warp leaves its part of the record in the frame, and its escapes in a slot of the scratch; the last
-// one of a tile leaves their numbers. pack, launched behind it, sums the sizes before each tile, moves the few per cent
+// for each other. A warp leaves its part of the record in the frame, and its escapes in a slot of the scratch; the warp
+// that loads leaves their numbers. pack, launched behind it, sums the sizes before each tile, moves the few per cent
 // that are dynamic, makes stored what must be, and writes directories and headers. No tile waits for another, and what
 // is added up is integers: no order can show.
 #include "layout.cuh"
@@ -11,7 +11,6 @@
 
 constexpr u32 ENCODE_STAGES = ZIPCCL_ENCODE_STAGES;
 constexpr u32 PACK_THREADS = 512;
-constexpr u32 WARP_WORDS = BLOCK_WORDS / WARPS;
 // Escapes of a warp that fit its slot; those of a warp with more are found again from the words.
 constexpr u32 SLOT_BYTES = ZIPCCL_SLOT_BYTES / WARPS;
 constexpr u32 COUNT_FIELD = 0x7fff;
@@ -29,13 +28,7 @@ struct EncodeShared {
     u8 sign_mantissa[WARPS][WARP_WORDS];
     u8 escapes[WARPS][WARP_WORDS];
     u32 unlike[WARPS][56];
-    u64 sums[ENCODE_STAGES][WARPS];
-    u32 counts[ENCODE_STAGES][WARPS];
-    u32 left[ENCODE_STAGES];
-    u64 barriers[ENCODE_STAGES];
-    // of the last warps to leave, which take turns: sums over the blocks of one job
-    u32 job;
-    u64 digest, all_escapes, dynamic_bytes;
+    Stages<ENCODE_STAGES, true> stages;
 };
 
 // Of one frame, in scratch; zero before and after every launch.
@@ -67,7 +60,7 @@ struct EncodeJob : JobTiles {
 };
 
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void load_tile(const FrameJob* jobs, EncodeJob job, u32 tile, u32 tiles, u8* to,
+__device__ __forceinline__ void load_tile(const FrameJob* jobs, EncodeJob& job, u32 tile, u32 tiles, u8* to,
                                           u64* barrier) {
     if (tile >= tiles) return;
     if (!job.holds(tile)) job.seek(jobs, tile);
@@ -79,12 +72,50 @@ __device__ __forceinline__ void load_tile(const FrameJob* jobs, EncodeJob job, u
     end_load(barrier);
 }
 
+__device__ __forceinline__ void add_to_frame(const FrameSums& sums, FrameSums& frame) {
+    atomicAdd(&frame.digest, sums.digest);
+    atomicAdd(&frame.escapes, sums.escapes);
+    atomicAdd(&frame.dynamic_bytes, sums.dynamic_bytes);
+}
+
+// The loading warp: loads tiles ahead, and adds up what the others found in those they are done with.
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void add_to_frame(const EncodeShared<ELEMENT_BYTES>& shared, FrameSums* frame_sums) {
-    if (shared.job == ~0u) return;
-    atomicAdd(&frame_sums[shared.job].digest, shared.digest);
-    atomicAdd(&frame_sums[shared.job].escapes, shared.all_escapes);
-    atomicAdd(&frame_sums[shared.job].dynamic_bytes, shared.dynamic_bytes);
+__device__ __forceinline__ void feed_encoders(const JobTable& table, EncodeShared<ELEMENT_BYTES>& shared,
+                                              FrameSums* frame_sums, TileCounts* counts, u16* sizes) {
+    const u32 lane = lane_of(), tiles = table.tiles;
+    const FrameJob* jobs = table.all();
+    EncodeJob load_job, job;
+    StageCursor<ENCODE_STAGES> cursor;
+    FrameSums sums{0, 0, 0, 0};
+    u32 load = blockIdx.x;
+#pragma unroll 1
+    for (u32 s = 0; s < ENCODE_STAGES; ++s, load += gridDim.x)
+        load_tile<ELEMENT_BYTES>(jobs, load_job, load, tiles, shared.tile[s], &shared.stages.loaded[s]);
+    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, load += gridDim.x, cursor.advance()) {
+        const u32 s = cursor.stage;
+        wait_barrier(&shared.stages.empty[s], cursor.parity);
+        // what the warps left is read before the next tile is loaded over it
+        u64 block_sum = shared.stages.part_of_sum(s);
+        const u32 of_warp = shared.stages.counts[s][lane % WARPS];
+        load_tile<ELEMENT_BYTES>(jobs, load_job, load, tiles, shared.tile[s], &shared.stages.loaded[s]);
+
+        if (!job.holds(tile)) {
+            if (job.job != ~0u && lane == 0) add_to_frame(sums, frame_sums[job.job]);
+            sums = {0, 0, 0, 0};
+            job.seek(jobs, tile);
+        }
+        const u32 block = tile - job.first_tile, m = job.words(block), spill = spill_bytes(m);
+        block_sum = warp_sum_all(block_sum);
+        const bool any_low = ELEMENT_BYTES == 4 && __any_sync(~0u, of_warp & LOW_FLAG);
+        const u32 all = __reduce_add_sync(~0u, lane < WARPS ? of_warp & COUNT_FIELD : 0);
+        const u32 size = (all > spill ? spill : all) + (any_low ? 2 * m : 0);
+        if (lane < WARPS) counts[tile].of_warp[lane] = u16((of_warp & COUNT_FIELD) | (any_low ? LOW_FLAG : 0));
+        if (lane == 0) sizes[tile] = u16(size);
+        sums.digest += mixed_block_sum(block_sum, block);
+        sums.escapes += all;
+        sums.dynamic_bytes += size;
+    }
+    if (job.job != ~0u && lane == 0) add_to_frame(sums, frame_sums[job.job]);
 }
 
 template <u32 ELEMENT_BYTES>
@@ -95,26 +126,21 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
     typedef typename UnsignedOf<ELEMENT_BYTES>::type Element;
 
     const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of(), rotation = slot_rotation();
-    const FrameJob* jobs = table.all();
-    const u32 tiles = table.tiles;
-
     if (t == 0) {
-        for (u32 s = 0; s < ENCODE_STAGES; ++s) {
-            init_barrier(&shared.barriers[s], LOAD_ARRIVALS);
-            shared.left[s] = 0;
-        }
+        shared.stages.init();
         publish_barriers();
-        shared.job = ~0u;
     }
     __syncthreads();
-    EncodeJob job;
-    if (warp < ENCODE_STAGES)
-        load_tile<ELEMENT_BYTES>(jobs, job, blockIdx.x + warp * gridDim.x, tiles, shared.tile[warp],
-                                 &shared.barriers[warp]);
+    if (warp == WARPS) return feed_encoders<ELEMENT_BYTES>(table, shared, frame_sums, counts, sizes);
 
-    u32 stage = 0, phases = 0;
+    const FrameJob* jobs = table.all();
+    const u32 tiles = table.tiles;
+    EncodeJob job;
+    StageCursor<ENCODE_STAGES> cursor;
+    u32 loads = 0;  // parity of each stage's loads: not every tile is one
     Codes codes(0);
-    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, cursor.advance()) {
+        const u32 stage = cursor.stage;
         if (!job.holds(tile)) {
             job.seek(jobs, tile);
             const u64 exponents = codebook_of(jobs[job.job]);
@@ -129,8 +155,8 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
         const u64 source = job.words_address + u64(block) * (BLOCK_WORDS * ELEMENT_BYTES);
         const bool ahead = loads_ahead<ELEMENT_BYTES>(source, m);
         if (ahead) {
-            wait_barrier(&shared.barriers[stage], phases >> stage & 1);
-            phases ^= 1u << stage;
+            wait_barrier(&shared.stages.loaded[stage], loads >> stage & 1);
+            loads ^= 1u << stage;
         }
         if (!ahead || m < BLOCK_WORDS) {
             const u32 end = (warp + 1) * WARP_WORDS;
@@ -191,18 +217,16 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
         const u32 inclusive = warp_inclusive_sum(count);
         const u32 total = __shfl_sync(~0u, inclusive, 31);
         u8* to = &shared.escapes[warp][inclusive - count];
-        sum = warp_sum_all(sum);
+        shared.stages.put_sum(stage, sum);
         if (ELEMENT_BYTES == 4) low = __any_sync(~0u, low & 0xffff) ? LOW_FLAG : 0;
-        if (lane == 0) {
-            shared.sums[stage][warp] = sum;
-            shared.counts[stage][warp] = total | low;
-        }
+        if (lane == 0) shared.stages.counts[stage][warp] = total | low;
         const u8* first = elements + t * (THREAD_WORDS * ELEMENT_BYTES) + (ELEMENT_BYTES - 2);
         while (escaped) {
             const u32 i = __ffs(escaped) - 1;
             escaped &= escaped - 1;
             *to++ = u8(*(const u16*)(first + i * ELEMENT_BYTES) >> 7);
         }
+        shared.stages.leave(stage);
         publish_to_stores();
         const u64 record = job.records_address + u64(block) * RECORD_BYTES;
         if (m == BLOCK_WORDS) {
@@ -229,42 +253,16 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
                         (total + 15) & ~15u);
         commit_stores();
 
-        if (last_to_leave(&shared.left[stage])) {
-            // what the warps left is read before the next tile is loaded over it
-            const u32 of_warp = shared.counts[stage][lane % WARPS];
-            u64 block_sum = lane < WARPS ? shared.sums[stage][lane] : 0;
-            load_tile<ELEMENT_BYTES>(jobs, job, tile + ENCODE_STAGES * gridDim.x, tiles, elements,
-                                     &shared.barriers[stage]);
-            block_sum = warp_sum_all(block_sum);
-            const bool any_low = ELEMENT_BYTES == 4 && __any_sync(~0u, of_warp & LOW_FLAG);
-            const u32 all = __reduce_add_sync(~0u, lane < WARPS ? of_warp & COUNT_FIELD : 0);
-            if (lane < WARPS) counts[tile].of_warp[lane] = u16((of_warp & COUNT_FIELD) | (any_low ? LOW_FLAG : 0));
-            if (lane == 0) {
-                const u32 spill = spill_bytes(m), size = (all > spill ? spill : all) + (any_low ? 2 * m : 0);
-                sizes[tile] = u16(size);
-                if (job.job != shared.job) {
-                    add_to_frame(shared, frame_sums);
-                    shared.job = job.job;
-                    shared.digest = shared.all_escapes = shared.dynamic_bytes = 0;
-                }
-                shared.digest += mixed_block_sum(block_sum, block);
-                shared.all_escapes += all;
-                shared.dynamic_bytes += size;
-            }
-        }
-        stage = stage + 1 == ENCODE_STAGES ? 0 : stage + 1;
     }
     wait_stores_read();
-    __syncthreads();
-    if (t == 0) add_to_frame(shared, frame_sums);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_ENCODE_BLOCKS_2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_ENCODE_BLOCKS_2)
     encode_bfloat16_kernel(const __grid_constant__ JobTable table, FrameSums* frame_sums, TileCounts* counts,
                            u16* sizes, u8* slots) {
     encode_tiles<2>(table, frame_sums, counts, sizes, slots);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, ZIPCCL_ENCODE_BLOCKS_4)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_ENCODE_BLOCKS_4)
     encode_float32_kernel(const __grid_constant__ JobTable table, FrameSums* frame_sums, TileCounts* counts,
                           u16* sizes, u8* slots) {
     encode_tiles<4>(table, frame_sums, counts, sizes, slots);
@@ -273,7 +271,10 @@ extern "C" __constant__ u32 encode_shared_bytes[2] = {sizeof(EncodeShared<2>), s
 
 // --- pack -------------------------------------------------------------------------------------------------------------
 
+constexpr u32 GATHER_BYTES = 512;
+
 struct PackShared {
+    u8 gathered[PACK_THREADS / 32][GATHER_BYTES];  // of a tile's escapes, by warp
     TileCounts counts[PACK_THREADS];
     u64 warp_sums[PACK_THREADS / 32];
     u32 offsets[PACK_THREADS];
@@ -383,7 +384,7 @@ __device__ __forceinline__ void find_escapes(const u8* source, u32 m, u32 warp, 
 
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, const TileCounts& counts, const u8* slots,
-                                          u8* to) {
+                                          u8* to, u8* gathered) {
     const u32 lane = lane_of(), m = block_words(job.n, block), spill = spill_bytes(m);
     const u8* source = (const u8*)job.words + block * (BLOCK_WORDS * ELEMENT_BYTES);
     const u32 of_warp = counts.of_warp[lane % WARPS], count = of_warp & COUNT_FIELD;
@@ -401,23 +402,30 @@ __device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, const 
         const u32 mine = __shfl_sync(~0u, count, warp);
         const u32 place = __shfl_sync(~0u, through, warp) - mine;
         const u8* from = slots + warp * SLOT_BYTES;
-        if (mine <= SLOT_BYTES) {
-            u32 i = lane % 4;
+        const u32 head = u32((u64)to) & 3;
+        if (total + head <= GATHER_BYTES) {  // together first, then 4 bytes a lane
+            __syncwarp();
 #pragma unroll 1
-            for (; i + 28 < mine; i += 32) {
-                u8 x[8];
+            for (u32 i = lane % 4 * 4; i < mine; i += 32) {
+                const u32 x = *(const u32*)(from + i), y = i + 16 < mine ? *(const u32*)(from + i + 16) : 0;
 #pragma unroll
-                for (u32 k = 0; k < 8; ++k) x[k] = from[i + 4 * k];
-#pragma unroll
-                for (u32 k = 0; k < 8; ++k) to[place + i + 4 * k] = x[k];
+                for (u32 k = 0; k < 4; ++k) {
+                    if (i + k < mine) gathered[head + place + i + k] = u8(x >> (8 * k));
+                    if (i + 16 + k < mine) gathered[head + place + i + 16 + k] = u8(y >> (8 * k));
+                }
             }
-            u8 x[8];
-#pragma unroll
-            for (u32 k = 0; k < 8; ++k)
-                if (i + 4 * k < mine) x[k] = from[i + 4 * k];
-#pragma unroll
-            for (u32 k = 0; k < 8; ++k)
-                if (i + 4 * k < mine) to[place + i + 4 * k] = x[k];
+            __syncwarp();
+            u8* aligned = to - head;
+            const u32 end = head + total;
+            for (u32 i = lane * 4; i < end; i += 128) {
+                if (i >= head && i + 4 <= end)
+                    *(u32*)(aligned + i) = *(const u32*)(gathered + i);
+                else
+                    for (u32 k = i < head ? head : i; k < i + 4 && k < end; ++k) aligned[k] = gathered[k];
+            }
+        } else if (mine <= SLOT_BYTES) {
+#pragma unroll 4
+            for (u32 i = lane % 4; i < mine; i += 4) to[place + i] = from[i];
         }
         if (__any_sync(~0u, mine > SLOT_BYTES)) {
             const Codes codes(codebook_of(job));
@@ -521,7 +529,7 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, FrameSums* fra
 #pragma unroll 1
         for (u32 i = warp; i < count; i += PACK_THREADS / 32)
             pack_tile<ELEMENT_BYTES>(frame, begin + i - frame.first_tile, shared.counts[i],
-                                     slots + (begin + i) * ZIPCCL_SLOT_BYTES, dynamic + shared.offsets[i]);
+                                     slots + (begin + i) * ZIPCCL_SLOT_BYTES, dynamic + shared.offsets[i], shared.gathered[warp]);
         before += total;
         begin = chunk_end;
     }

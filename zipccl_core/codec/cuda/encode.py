@@ -10,7 +10,7 @@ from torch import Tensor
 from ...codebook import Codebook
 from ...errors import InvalidArgument
 from ...frame import max_frame_bytes
-from .jit import SLOT_BYTES, TABLE_SIGNATURE, Job, Launch, check_frame, element_bytes_of, make_table
+from .jit import BLOCK_THREADS, SLOT_BYTES, TABLE_SIGNATURE, Job, Launch, check_frame, element_bytes_of, make_table
 from .stats import DeviceCodebook
 
 __all__ = ["encode_frames"]
@@ -81,6 +81,6 @@ def encode_frames(words: Sequence[Tensor], codebooks: Sequence[Codebook | Device
         with launch.device.lock:  # the two kernels share sums, so that no other thread's may come between them
             if tiles:
                 function.prepared_async_call(
-                    (min(tiles, most), 1), (256, 1, 1), launch.stream, *arguments, shared_size=shared
+                    (min(tiles, most), 1), (BLOCK_THREADS, 1, 1), launch.stream, *arguments, shared_size=shared
                 )
             pack.prepared_async_call((packers + len(jobs), 1), (512, 1, 1), launch.stream, *arguments, packers)

@@ -67,16 +67,17 @@ STEMS = ("encode", "decode", "decode_reduce", "stats")
 SOURCES = Path(__file__).parent
 STREAMS_A_DEVICE = 4
 
-# Thread blocks of 256 that must fit a multiprocessor, for bfloat16 and float32: more hide more latency, and leave each
+# Thread blocks of 288 that must fit a multiprocessor, for bfloat16 and float32: more hide more latency, and leave each
 # thread fewer registers. sm_90 is measured (docs/PERFORMANCE.md); on the others, what fits without a spill.
 RESIDENT_BLOCKS = {
-    "sm_90": {"ENCODE": (3, 2), "DECODE": (4, 2), "REDUCE": (3, 2), "AVERAGE": (2, 2)},
+    "sm_90": {"ENCODE": (3, 2), "DECODE": (3, 2), "REDUCE": (3, 2), "AVERAGE": (2, 2)},
     "": {"ENCODE": (2, 2), "DECODE": (3, 2), "REDUCE": (2, 2), "AVERAGE": (2, 2)},
     "sm_100": {"ENCODE": (2, 2), "DECODE": (3, 2), "REDUCE": (1, 1), "AVERAGE": (1, 1)},
 }
 # Tiles of shared memory a thread block: one is worked on, the others are being loaded.
 STAGES = {"ENCODE": 2, "DECODE": 2, "REDUCE": 2}
 
+BLOCK_THREADS = 288
 JOB_BYTES = 64
 INLINE_JOBS = 16
 VERDICT_BYTES = 192
@@ -118,6 +119,7 @@ def defines(arch: str) -> dict[str, str]:
         "SCHEME_FAST": SCHEME_FAST,
         "DTYPE_BFLOAT16": DTYPES["bfloat16"],
         "DTYPE_FLOAT32": DTYPES["float32"],
+        "BLOCK_THREADS": BLOCK_THREADS,
         "JOB_BYTES": JOB_BYTES,
         "INLINE_JOBS": INLINE_JOBS,
         "VERDICT_BYTES": VERDICT_BYTES,

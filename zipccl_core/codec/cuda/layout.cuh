@@ -37,9 +37,12 @@ constexpr u64 RESERVED_BITS = ~(OFFSET_MASK | STORED_BIT | LOW_HALVES_BIT);
 
 constexpr u32 THREADS = 256;
 constexpr u32 WARPS = THREADS / 32;
+constexpr u32 WARP_WORDS = BLOCK_WORDS / WARPS;
+constexpr u32 BLOCK_THREADS = THREADS + 32;  // and a warp that loads, and adds up
 constexpr u32 THREAD_WORDS = 32;  // consecutive words a thread handles: one 32-bit piece of each code plane
 
 static_assert(BLOCK_WORDS == THREADS * THREAD_WORDS, "a thread handles 32 words of a block");
+static_assert(BLOCK_THREADS == ZIPCCL_BLOCK_THREADS, "jit.py launches this");
 static_assert(PLANES == 3, "the kernels hold codes of 3 bits");
 static_assert(RECORD_BYTES == BLOCK_WORDS + PLANES * PLANE_BYTES, "FORMAT.md 2.3");
 static_assert(RECORD_BYTES % ALIGN_BYTES == 0, "a full record needs no padding");

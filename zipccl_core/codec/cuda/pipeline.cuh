@@ -1,10 +1,11 @@
 // Moving data between device memory and shared memory while warps compute; no barrier among the warps of a block.
 //
-// A tile lies in a stage. Whichever warp is the last to finish with a stage loads the next tile into it; every warp
-// waits on the stage's mbarrier, works on its own eighth of the tile, and stores it itself. From compute capability 9.0
-// on loads and stores are bulk copies; below, cp.async and plain stores. Addresses and sizes are multiples of 16 bytes.
+// A tile lies in a stage. One warp of the block loads tiles into stages, WARPS others work on an eighth of each: they wait
+// on `loaded`, and say on `empty` that they are done. They store their eighth themselves. From compute capability 9.0 on
+// loads and stores are bulk copies; below, cp.async and plain stores. Addresses and sizes are multiples of 16 bytes.
 #pragma once
 #include "layout.cuh"
+#include "planes.cuh"
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define ZIPCCL_BULK 1
@@ -57,7 +58,7 @@ __device__ __forceinline__ void begin_load(u64* barrier, u32 n_bytes) {
     __syncwarp();
     if (lane_of() == 0) {
 #if ZIPCCL_BULK
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // other warps' reads of the stage came before
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the working warps' reads of the stage came before
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                      "r"(n_bytes)
                      : "memory");
@@ -109,25 +110,62 @@ __device__ __forceinline__ void commit_stores() {
     if (lane_of() == 0) asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
 }
-// Until the shared memory of all this warp's stores may be written again; all lanes.
+// Until the shared memory of this warp's stores, but for those of the last `pending` commits, may be written again.
+template <u32 pending = 0>
 __device__ __forceinline__ void wait_stores_read() {
 #if ZIPCCL_BULK
-    if (lane_of() == 0) asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+    if (lane_of() == 0) asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 #endif
     __syncwarp();
 }
 
-// --- the last warp to leave a stage ---
+// --- stages ---
 
-// True in all lanes of the warp that is the last of the block's to call with this counter; it sees what the others wrote.
-// Calls for one counter after another happen in the same order in all warps, so what the last warps do is in order, too.
-__device__ __forceinline__ bool last_to_leave(u32* counter) {
-    u32 before = 0;
-    __syncwarp();
-    if (lane_of() == 0)
-        asm volatile("atom.acq_rel.cta.shared.add.u32 %0, [%1], 1;"
-                     : "=r"(before)
-                     : "r"(shared_address(counter))
-                     : "memory");
-    return (__shfl_sync(~0u, before, 0) + 1) % WARPS == 0;
-}
+// What the warps of a block share to pass STAGES tiles around. Digest sums are passed on a lane at a time, or, where there
+// is no shared memory left for that, a warp at a time.
+template <u32 STAGES, bool LANE_SUMS>
+struct Stages {
+    u64 loaded[STAGES], empty[STAGES];  // mbarriers
+    u64 sums[STAGES][LANE_SUMS ? THREADS : WARPS];
+    u32 counts[STAGES][WARPS];  // escapes
+
+    // By one thread, before a block barrier.
+    __device__ __forceinline__ void init() {
+        for (u32 s = 0; s < STAGES; ++s) {
+            init_barrier(&loaded[s], LOAD_ARRIVALS);
+            init_barrier(&empty[s], WARPS);
+        }
+    }
+    // By all lanes of a working warp, after its last access to stage s, sums and counts included.
+    __device__ __forceinline__ void leave(u32 s) {
+        __syncwarp();
+        if (lane_of() == 0) arrive(&empty[s]);
+    }
+    // By all lanes of a working warp.
+    __device__ __forceinline__ void put_sum(u32 s, u64 sum) {
+        if (LANE_SUMS) {
+            sums[s][threadIdx.x] = sum;
+        } else {
+            sum = warp_sum_all(sum);
+            if (lane_of() == 0) sums[s][warp_of()] = sum;
+        }
+    }
+    // By all lanes of the loading warp, once `empty` has been waited for: this lane's share of the digest sum.
+    __device__ __forceinline__ u64 part_of_sum(u32 s) const {
+        if (!LANE_SUMS) return lane_of() < WARPS ? sums[s][lane_of()] : 0;
+        u64 sum = 0;
+#pragma unroll
+        for (u32 w = 0; w < WARPS; ++w) sum += sums[s][(w * 32 + lane_of()) % (LANE_SUMS ? THREADS : WARPS)];
+        return sum;
+    }
+};
+
+// A place in a round of stages, and how often it has come round, modulo 2: the parity to wait for.
+template <u32 STAGES>
+struct StageCursor {
+    u32 stage, parity;
+    __device__ __forceinline__ StageCursor() : stage(0), parity(0) {}
+    __device__ __forceinline__ void advance() {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+};

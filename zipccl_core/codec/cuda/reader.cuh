@@ -8,8 +8,6 @@
 #include "pipeline.cuh"
 #include "planes.cuh"
 
-constexpr u32 WARP_WORDS = BLOCK_WORDS / WARPS;
-
 // Steps of FORMAT.md 8 that a verdict can name; jit.py has the same list.
 constexpr u32 FAULT_DIRECTORY = 9, FAULT_RECORD = 10, FAULT_CANONICAL = 11, FAULT_DIGEST = 12, FAULT_OTHER_FRAME = 20;
 
@@ -60,33 +58,24 @@ struct Entries {
     u64 own, next;
 };
 
-constexpr u32 WINDOW_BYTES = 32;  // around two directory entries, at a multiple of 16
-
-template <u32 ELEMENT_BYTES, u32 STAGES>
+template <u32 ELEMENT_BYTES, u32 STAGES, u32 OUTPUTS>
 struct ReadShared {
     static constexpr u32 MOST_DYNAMIC = SPILL_BYTES + (ELEMENT_BYTES == 4 ? 2 * BLOCK_WORDS : 0) + 32;
-    static constexpr u32 STAGE_BYTES = u32(RECORD_BYTES + MOST_DYNAMIC + WINDOW_BYTES + 127) / 128 * 128;
-    static_assert(RECORD_BYTES + MOST_DYNAMIC >= BLOCK_WORDS * ELEMENT_BYTES, "a stage also holds plain words");
+    static constexpr u32 STAGE_BYTES = u32(RECORD_BYTES + MOST_DYNAMIC + 127) / 128 * 128;
+    static_assert(STAGE_BYTES >= BLOCK_WORDS * ELEMENT_BYTES, "a stage also holds plain words");
     u8 stage[STAGES][STAGE_BYTES];
-    u8 elements[BLOCK_WORDS * ELEMENT_BYTES];
+    u8 elements[OUTPUTS][BLOCK_WORDS * ELEMENT_BYTES];
+    Stages<STAGES, ELEMENT_BYTES == 2> stages;
+    u64 counted[STAGES];  // mbarriers: all warps have said how many escapes they have
     BlockPlan plan[STAGES];
-    u64 loaded[STAGES], counted[STAGES];  // mbarriers
-    u64 sums[STAGES][WARPS];
-    u32 counts[STAGES][WARPS];
     u32 lows[STAGES][WARPS];
-    u32 left[STAGES];
     u32 last;
-
-    __device__ __forceinline__ u8* window(u32 s) { return stage[s] + RECORD_BYTES + MOST_DYNAMIC; }
 
     // All threads; ends with a block barrier.
     __device__ __forceinline__ void init() {
         if (threadIdx.x == 0) {
-            for (u32 s = 0; s < STAGES; ++s) {
-                init_barrier(&loaded[s], LOAD_ARRIVALS);
-                init_barrier(&counted[s], WARPS);
-                left[s] = 0;
-            }
+            stages.init();
+            for (u32 s = 0; s < STAGES; ++s) init_barrier(&counted[s], WARPS);
             publish_barriers();
         }
         __syncthreads();
@@ -98,21 +87,11 @@ __device__ __forceinline__ u64 codebook_of_frame(u64 frame) {
     return ((const volatile u64*)frame)[8] & ((1ull << 56) - 1);
 }
 
-// Entries straight from device memory.
+// Asked for one block ahead: they are far away.
 __device__ __forceinline__ Entries read_entries(const LoadSource& source, u32 block) {
     const volatile u64* entries = (const volatile u64*)(source.frame + HEADER_BYTES) + block;
     return {entries[0], block + 1 < source.tiles ? entries[1] : frame_bytes_of(source.frame)};
 }
-// Entries from a window that was loaded with an earlier block.
-__device__ __forceinline__ Entries window_entries(const u8* window, const LoadSource& source, u32 block) {
-    const u64* entries = (const u64*)window + (block & 1);
-    return {entries[0], block + 1 < source.tiles ? entries[1] : frame_bytes_of(source.frame)};
-}
-// Where the window of a block's entries begins: inside the static part, whatever follows the directory.
-__device__ __forceinline__ u64 window_address(u64 frame, u32 block) {
-    return frame + HEADER_BYTES + u64(ENTRY_BYTES) * (block & ~1u);
-}
-
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ BlockPlan plan_block(const LoadSource& source, u32 block, u32 m, Entries entries) {
     const u64 room = source.capacity_bytes - source.fixed_bytes;
@@ -125,17 +104,15 @@ __device__ __forceinline__ BlockPlan plan_block(const LoadSource& source, u32 bl
     return {faulty ? 1u << 22 : u32(size) | (u32(offset) & 15) << 16 | flags << 20};
 }
 
-// Load the record and the dynamic part of a block: whole 16-byte pieces, but no byte beyond the buffer; and a window of
-// the directory for the block that will be loaded into this stage next (0: none). By one warp.
-template <u32 ELEMENT_BYTES, u32 STAGES>
-__device__ __forceinline__ void load_block(ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s, const LoadSource& source,
-                                           u32 block, u32 m, Entries entries, u64 next_window) {
+// Load the record and the dynamic part of a block: whole 16-byte pieces, but no byte beyond the buffer. By one warp.
+template <u32 ELEMENT_BYTES, class Shared>
+__device__ __forceinline__ BlockPlan load_block(Shared& shared, u32 s, const LoadSource& source, u32 block, u32 m,
+                                                Entries entries) {
     const BlockPlan plan = plan_block<ELEMENT_BYTES>(source, block, m, entries);
     const u32 record = m == BLOCK_WORDS ? RECORD_BYTES : u32(align128(record_bytes(m)));
     u8* stage = shared.stage[s];
     const u64 from = source.frame + source.fixed_bytes + (entries.own & OFFSET_MASK) - plan.shift();
     u32 whole = (plan.size() + plan.shift() + 15) & ~15u;
-    __syncwarp();
     const u64 buffer_end = source.frame + source.capacity_bytes;
     if (plan.size() == 0) {
         whole = 0;
@@ -145,11 +122,12 @@ __device__ __forceinline__ void load_block(ReadShared<ELEMENT_BYTES, STAGES>& sh
             for (u32 i = whole; i < plan.shift() + plan.size(); ++i) stage[RECORD_BYTES + i] = *(const u8*)(from + i);
     }
     if (lane_of() == 0) shared.plan[s] = plan;
-    begin_load(&shared.loaded[s], record + whole + (next_window ? WINDOW_BYTES : 0));
-    load_piece(&shared.loaded[s], stage, source.frame + source.records + u64(block) * RECORD_BYTES, record);
-    load_piece(&shared.loaded[s], stage + RECORD_BYTES, from, whole);
-    if (next_window) load_piece(&shared.loaded[s], shared.window(s), next_window, WINDOW_BYTES);
-    end_load(&shared.loaded[s]);
+    u64* loaded = &shared.stages.loaded[s];
+    begin_load(loaded, record + whole);
+    load_piece(loaded, stage, source.frame + source.records + u64(block) * RECORD_BYTES, record);
+    load_piece(loaded, stage + RECORD_BYTES, from, whole);
+    end_load(loaded);
+    return plan;
 }
 
 __device__ __forceinline__ u32 load_shared_unaligned(const u8* p) {
@@ -188,16 +166,16 @@ __device__ __forceinline__ u32 add_low_halves(u8* elements, const u8* low_halves
     return seen;
 }
 
-// Rebuild a warp's eighth of a block from a stage into shared.elements, and check it (FORMAT.md 8.10, 8.11). All lanes.
+// Rebuild a warp's eighth of a block from a stage into `elements`, and check it (FORMAT.md 8.10, 8.11). All lanes. Stores
+// from `elements`, but for the last PENDING committed, are waited for first.
 //
 // A warp waits for the others only to learn how many escapes precede its own: it says its number early, and asks for
 // theirs late. After it any lane may read any of the warp's elements.
-template <u32 ELEMENT_BYTES, u32 STAGES>
-__device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s, u32 block, u32 m,
+template <u32 ELEMENT_BYTES, u32 PENDING, class Shared>
+__device__ __forceinline__ void rebuild_words(Shared& shared, u8* elements, u32 s, u32 block, u32 m,
                                               const Codes& codes, u32 counted_parity, ReadScratch* scratch, u32 job) {
     const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of(), rotation = slot_rotation();
     const u8* stage = shared.stage[s];
-    u8* elements = shared.elements;
     const BlockPlan plan = shared.plan[s];
     const u8* dynamic = stage + RECORD_BYTES + plan.shift();
     const u32 low_bytes = plan.low() ? 2 * m : 0;
@@ -209,13 +187,13 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
         for (u32 i = held + lane; i < u32(align128(record)); i += 32)
             if (stage[i]) report_fault(scratch, job, FAULT_RECORD, block, i);
     }
-    wait_stores_read();
     if (!plan.stored()) {
         // where this warp's planes are, and how far one from the next
         const u8* signs = stage + warp * WARP_WORDS;
         const u32* planes = (const u32*)(stage + BLOCK_WORDS) + warp * 32;
         u32 stride = PLANE_BYTES / 4, valid = ~0u;
         if (m < BLOCK_WORDS) {
+            wait_stores_read<PENDING>();
             u8* own = elements + warp * (WARP_WORDS * ELEMENT_BYTES);
             expand_short(stage, m, own);
             signs = own;
@@ -234,12 +212,13 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
         const u32 inclusive = warp_inclusive_sum(count);
         const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
         if (lane == 0) {
-            shared.counts[s][warp] = of_warp;
+            shared.stages.counts[s][warp] = of_warp;
             arrive(&shared.counted[s]);
         }
         u32 z[4];
         code_nibbles(__funnelshift_r(p0, p0, 8 * rotation), __funnelshift_r(p1, p1, 8 * rotation),
                      __funnelshift_r(p2, p2, 8 * rotation), z);
+        wait_stores_read<PENDING>();
 #pragma unroll
         for (u32 half = 0; half < 2; ++half) {
             const uint2 a = sign_mantissa[half * 2], b = sign_mantissa[half * 2 + 1];
@@ -262,7 +241,7 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
         }
 
         wait_barrier(&shared.counted[s], counted_parity);
-        const u32 theirs = lane < WARPS ? shared.counts[s][lane] : 0;
+        const u32 theirs = lane < WARPS ? shared.stages.counts[s][lane] : 0;
         const u32 before = __reduce_add_sync(~0u, lane < warp ? theirs : 0);
         const u32 total = __reduce_add_sync(~0u, theirs);
         if (plan.size() == total + low_bytes) {
@@ -292,6 +271,7 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
         if (lane == 0) arrive(&shared.counted[s]);  // nobody waits; the phase must end all the same
         const bool sized = plan.size() == spill + low_bytes;
         if (!sized && t == 0) report_fault(scratch, job, FAULT_RECORD, block, plan.size());
+        wait_stores_read<PENDING>();
         u32 escapes = 0;
 #pragma unroll 1
         for (u32 k = 0; k < THREAD_WORDS; k += 2) {  // two words a lane
@@ -317,7 +297,7 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
                 *(uint2*)(elements + 4 * i) = make_uint2(x << 16, x & 0xffff0000u);
         }
         escapes = __reduce_add_sync(~0u, escapes);
-        if (lane == 0) shared.counts[s][warp] = escapes;
+        if (lane == 0) shared.stages.counts[s][warp] = escapes;
         __syncwarp();
         if (ELEMENT_BYTES == 4 && low_bytes && sized) low_seen = add_low_halves(elements, dynamic + spill, m);
     }
@@ -328,19 +308,19 @@ __device__ __forceinline__ void rebuild_words(ReadShared<ELEMENT_BYTES, STAGES>&
     __syncwarp();
 }
 
-// What the warps found out about a block, a warp a lane; read before the next block is loaded over it.
+// What the warps found out about a block, in parts; read before the next block is loaded over it.
 struct BlockParts {
-    u64 sum;
-    u32 escapes, low;
+    u64 sum;  // of this lane
+    u32 escapes, low;  // of a warp a lane
 };
-template <u32 ELEMENT_BYTES, u32 STAGES>
-__device__ __forceinline__ BlockParts parts_of_block(const ReadShared<ELEMENT_BYTES, STAGES>& shared, u32 s) {
+template <u32 ELEMENT_BYTES, class Shared>
+__device__ __forceinline__ BlockParts parts_of_block(const Shared& shared, u32 s) {
     const u32 lane = lane_of();
-    if (lane >= WARPS) return {0, 0, 0};
-    return {shared.sums[s][lane], shared.counts[s][lane], ELEMENT_BYTES == 4 ? shared.lows[s][lane] : 0};
+    return {shared.stages.part_of_sum(s), lane < WARPS ? shared.stages.counts[s][lane] : 0,
+            ELEMENT_BYTES == 4 && lane < WARPS ? shared.lows[s][lane] : 0};
 }
 
-// What the last warp to leave a stage makes of it: the block's digest sum, mixed, and its escapes.
+// What the loading warp makes of it: the block's digest sum, mixed, and its escapes.
 struct BlockResult {
     u64 mixed;
     u32 escapes;
@@ -358,6 +338,12 @@ __device__ __forceinline__ BlockResult finish_block(BlockParts parts, BlockPlan 
         if (ELEMENT_BYTES == 4 && plan.low() && !low) report_fault(scratch, job, FAULT_CANONICAL, block, 0);
     }
     return {mixed_block_sum(sum, block), escapes};
+}
+
+// Sums over blocks of one job, into its accumulators.
+__device__ __forceinline__ void add_to_job(ReadScratch* scratch, u32 job, u64 digest, u64 escapes) {
+    atomicAdd(&scratch->of_job[job].digest, digest);
+    atomicAdd(&scratch->of_job[job].escapes, escapes);
 }
 
 // FORMAT.md 8.2-8.8 on the device: the step that fails, or 0.
@@ -430,7 +416,7 @@ __device__ __forceinline__ void finish_reading(const FrameJob* jobs, u32 n_jobs,
     __syncthreads();
     if (!*shared_last) return;
     __threadfence();
-    for (u32 job = threadIdx.x; job < n_jobs; job += THREADS)
+    for (u32 job = threadIdx.x; job < n_jobs; job += BLOCK_THREADS)
         give_verdict<ELEMENT_BYTES>(jobs[job], scratch->of_job[job], verdicts[job]);
     if (threadIdx.x == 0) scratch->finished_blocks = 0;
 }
