@@ -14,7 +14,14 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 
-OPERATIONS = frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier"})
+OPERATIONS = frozenset(
+    (
+        *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier"),
+        *("all_gather", "all_reduce", "broadcast", "scatter", "gather"),
+        *("send", "recv", "isend", "irecv", "batch_isend_irecv"),
+        *("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list"),
+    )
+)
 REDUCE_OPS = frozenset({"sum", "avg", "premul_sum"})
 
 
@@ -26,7 +33,7 @@ class UnknownCapability(LookupError):
 class PremulSum:
     """The reduction "multiply by factor, then sum": term = fl32(x · factor), factor as a float32.
 
-    Passed as `op=` to reduce_scatter_tensor; a subject's adapter translates it to its own.
+    Passed as `op=` to reduce_scatter_tensor and all_reduce; a subject's adapter translates it to its own.
     """
 
     factor: float
@@ -37,11 +44,13 @@ class Capabilities:
     """What a subject claims. Every claim is tested; what is not claimed is UNSUPPORTED, and not judged.
 
     Attributes:
-        operations: method names of its Communicator, of OPERATIONS.
+        operations: method names of its Communicator, of OPERATIONS. A Communicator needs no other methods of these.
         dtypes: names of the dtypes it carries ("bfloat16", "float32", "int32", ...), compressed or not.
         coded_dtypes: those of them it may compress; every other one must be decided "native".
         reduce_ops: of REDUCE_OPS.
         modes: the named configurations that `Subject.communicator(mode=...)` takes; the first is the default.
+        variants: further ones it takes, whose results must be the same: other codebooks, another cut of messages. Few
+            tests run them, `modes` are run by all.
         codec: `Subject.codec()` returns a Codec.
         ordered_sum: reductions equal the ordered sum of conformance/oracle.py bit for bit, at every world size and in
             every mode.
@@ -55,6 +64,8 @@ class Capabilities:
             another order on each rank.
         stacked_gather: all_gather_into_tensor takes an output of [world size, *input.shape] too.
         completion: `Work.is_completed()` is True once `wait()` has returned.
+        names_stragglers: a rank that does not come in time is an error of the class RankTimeout that names it, on all
+            ranks of the group; of one that came, `last_arrivals` tells how late it was.
         versions: what the report's header shows: packages, formats, environment.
     """
 
@@ -63,6 +74,7 @@ class Capabilities:
     coded_dtypes: frozenset[str] = frozenset()
     reduce_ops: frozenset[str] = frozenset({"sum"})
     modes: tuple[str, ...] = ("native",)
+    variants: tuple[str, ...] = ()
     codec: bool = False
     ordered_sum: bool = False
     checks_arguments: bool = False
@@ -72,6 +84,7 @@ class Capabilities:
     independent: bool = True
     stacked_gather: bool = True
     completion: bool = True
+    names_stragglers: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def missing(self, *flags: str, **members: str | Sequence[str]) -> str:
@@ -121,9 +134,20 @@ class Decision(Protocol):
 
 
 class Communicator(Protocol):
-    """Collectives on one group, with torch's names, argument order and meaning. Made and closed collectively."""
+    """Collectives on one group, with torch's names, argument order and meaning. Made and closed collectively.
+
+    src and dst are global ranks. Methods that `Capabilities.operations` does not name may be missing.
+
+    Attributes:
+        last_decision: on the latest data call; None before the first.
+        last_arrivals: (rank of the group, microseconds after the first) in the order in which the ranks came to the
+            latest finished collective. Only if names_stragglers is claimed.
+        arrived_last: rank of the group → finished collectives to which it came last. Only if names_stragglers.
+    """
 
     last_decision: Decision | None
+    last_arrivals: Sequence[tuple[int, float]]
+    arrived_last: Mapping[int, int]
 
     def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool = False) -> Work | None:
         """output = the inputs of all ranks in rank order."""
@@ -146,6 +170,57 @@ class Communicator(Protocol):
         async_op: bool = False,
     ) -> Work | None:
         """Piece j of the input goes to rank j; piece i of the output comes from rank i. Splits count rows (dim 0)."""
+
+    def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, async_op: bool = False) -> Work | None:
+        """tensor_list[r] = the tensor of rank r."""
+
+    def all_reduce(
+        self,
+        tensor: torch.Tensor,
+        op: dist.ReduceOp.RedOpType | PremulSum = dist.ReduceOp.SUM,
+        async_op: bool = False,
+    ) -> Work | None:
+        """tensor = the sum over ranks of tensor, in place."""
+
+    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Work | None:
+        """tensor = the tensor of src."""
+
+    def scatter(
+        self, tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None, src: int, async_op: bool = False
+    ) -> Work | None:
+        """tensor = src's scatter_list[rank]; the list is None on other ranks."""
+
+    def gather(
+        self, tensor: torch.Tensor, gather_list: list[torch.Tensor] | None, dst: int, async_op: bool = False
+    ) -> Work | None:
+        """On dst gather_list[r] = the tensor of rank r; the list is None on other ranks."""
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
+        """Returns once the tensor may be changed. One sender's messages of one tag arrive in order."""
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> int:
+        """Returns src once the tensor holds its next message of this tag."""
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Work:
+        """send that returns at once."""
+
+    def irecv(self, tensor: torch.Tensor, src: int, tag: int = 0) -> Work:
+        """recv that returns at once."""
+
+    def batch_isend_irecv(self, p2p_op_list: list[dist.P2POp]) -> list[Work]:
+        """All of torch's P2POps (of dist.isend and dist.irecv) together."""
+
+    def all_gather_object(self, object_list: list[Any], obj: Any) -> None:
+        """object_list[r] = obj of rank r."""
+
+    def broadcast_object_list(self, object_list: list[Any], src: int) -> None:
+        """object_list = that of src."""
+
+    def gather_object(self, obj: Any, object_gather_list: list[Any] | None, dst: int) -> None:
+        """On dst object_gather_list[r] = obj of rank r."""
+
+    def scatter_object_list(self, output_list: list[Any], input_list: list[Any] | None, src: int) -> None:
+        """output_list[0] = src's input_list[rank]."""
 
     def barrier(self, async_op: bool = False) -> Work | None:
         """Returns once every rank has called it."""
@@ -175,7 +250,7 @@ class Subject(Protocol):
     capabilities: Capabilities
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> Communicator:
-        """A Communicator on a group of gloo (CPU) or NCCL; collective. mode: one of capabilities.modes, "" the first.
+        """A Communicator on a group of gloo (CPU) or NCCL; collective. mode: of modes or variants, "" the first mode.
 
         No call of it may block longer than timeout_s beyond what its peers need.
         """

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from conformance.exercise import Part, disagreed, errors_of_all, refused
 from conformance.oracle import (
     assert_same_bits,
     check_guards,
@@ -453,16 +454,6 @@ WRONG = {
 RIGHT = {"all_gather": _gather(4), "reduce_scatter": _scatter(4), "all_to_all": _to_all(0, _twos, _twos)}
 
 
-def errors_of_all(world: World, call: Callable[[], None]) -> list[tuple[str, bool, str]]:
-    """(class name, is a ValueError, text) of what call raised on every rank; ("", False, "") where nothing was."""
-    mine = ("", False, "")
-    try:
-        call()
-    except Exception as e:
-        mine = (type(e).__name__, isinstance(e, ValueError), str(e))
-    return world.exchange(mine)
-
-
 @pytest.mark.requires("checks_arguments")
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_arguments_are_one_value_error_on_every_rank(world, wrong):
@@ -472,22 +463,10 @@ def test_wrong_arguments_are_one_value_error_on_every_rank(world, wrong):
     gather_and_check(world, world.communicator(), "bfloat16", 100)
 
 
-def refused(world: World, wrong: str, chosen: Callable[[World, Any], None]) -> None:
-    """The call is one ValueError on every rank, at once."""
-    comm = world.communicator()
-    began = time.monotonic()
-    errors = errors_of_all(world, lambda: chosen(world, comm))
-    assert all(is_value_error for _, is_value_error, _ in errors), f"{wrong}: wanted a ValueError everywhere: {errors}"
-    assert len({name for name, _, _ in errors}) == 1, f"{wrong}: the ranks raised different errors: {errors}"
-    assert all(text for _, _, text in errors), f"{wrong}: an error without a text: {errors}"
-    took = time.monotonic() - began
-    assert took < 5, f"{wrong}: a wrong argument is seen at once, this took {took:.1f} s"
-
-
 DISAGREEMENTS: dict[str, Callable[[World, Any, bool], None]] = {
-    "numel": lambda w, c, odd: _gather(4)(w, c)
-    if not odd
-    else c.all_gather_into_tensor(zeros(w, 8 * w.world_size), zeros(w, 8)),
+    "numel": lambda w, c, odd: (
+        _gather(4)(w, c) if not odd else c.all_gather_into_tensor(zeros(w, 8 * w.world_size), zeros(w, 8))
+    ),
     "dtype": lambda w, c, odd: c.all_gather_into_tensor(
         zeros(w, 4 * w.world_size, dtype=torch.float32 if odd else torch.bfloat16),
         zeros(w, 4, dtype=torch.float32 if odd else torch.bfloat16),
@@ -510,22 +489,11 @@ DISAGREEMENTS: dict[str, Callable[[World, Any, bool], None]] = {
 def test_ranks_that_disagree_get_one_error_on_every_rank(world, what):
     comm = world.communicator()
     odd = world.rank == world.world_size - 1
-    errors = errors_of_all(world, lambda: DISAGREEMENTS[what](world, comm, odd))
-    assert all(name for name, _, _ in errors), f"{what}: some rank saw no error: {errors}"
-    assert len({name for name, _, _ in errors}) == 1, f"{what}: the ranks raised different errors: {errors}"
+    disagreed(world, what, lambda: DISAGREEMENTS[what](world, comm, odd))
     gather_and_check(world, world.communicator(), "bfloat16", 100)
 
 
 # ------------------------------------------------------------------------------------------------ groups, layouts
-
-
-class Part:
-    """A subgroup seen as a world of its own, for the helpers above."""
-
-    def __init__(self, world: World, ranks: list[int]) -> None:
-        self.rank = ranks.index(world.rank)
-        self.world_size = len(ranks)
-        self.device = world.device
 
 
 def test_two_subgroups_at_once_keep_their_data_apart(world, mode):
@@ -534,7 +502,7 @@ def test_two_subgroups_at_once_keep_their_data_apart(world, mode):
     groups = [world.subgroup(p) for p in parts]
     k = world.rank % 2
     comm = world.communicator(mode, groups[k])
-    part: Any = Part(world, parts[k])
+    part: Any = Part(world, parts[k], groups[k])
     for seed in range(4):
         gather_and_check(part, comm, "bfloat16", 3001, seed=10 * k + seed)
         issue(part, comm, "all_to_all_single", 10 * k + seed)[1]()
@@ -548,7 +516,7 @@ def test_a_subgroup_in_another_order_of_calls_than_the_world(world, mode):
     comm = world.communicator(mode)
     if group is not None:
         inner = world.communicator(mode, group)
-        part: Any = Part(world, members)
+        part: Any = Part(world, members, group)
         gather_and_check(part, inner, "bfloat16", 777, seed=1)
         gather_and_check(world, comm, "bfloat16", 777, seed=2)
         gather_and_check(part, inner, "bfloat16", 777, seed=3)

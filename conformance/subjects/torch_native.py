@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from conformance.subject import Capabilities, PremulSum
+from conformance.subject import OPERATIONS, Capabilities, PremulSum
 
 DTYPES = ("bfloat16", "float32", "float16", "float64", "int32", "int64", "uint8")
 
@@ -63,6 +63,62 @@ class NativeCommunicator:
             output, input, output_split_sizes, input_split_sizes, group=self.group, async_op=async_op
         )
 
+    def all_gather(self, tensor_list: list[torch.Tensor], tensor: torch.Tensor, async_op: bool = False) -> Any:
+        self._count(tensor.nbytes)
+        return dist.all_gather(tensor_list, tensor, group=self.group, async_op=async_op)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Any:
+        self._count(tensor.nbytes)
+        return dist.all_reduce(tensor, op=_torch_op(op), group=self.group, async_op=async_op)
+
+    def broadcast(self, tensor: torch.Tensor, src: int, async_op: bool = False) -> Any:
+        self._count(tensor.nbytes)
+        return dist.broadcast(tensor, src, group=self.group, async_op=async_op)
+
+    def scatter(
+        self, tensor: torch.Tensor, scatter_list: list[torch.Tensor] | None, src: int, async_op: bool = False
+    ) -> Any:
+        self._count(tensor.nbytes)
+        return dist.scatter(tensor, scatter_list, src, group=self.group, async_op=async_op)
+
+    def gather(
+        self, tensor: torch.Tensor, gather_list: list[torch.Tensor] | None, dst: int, async_op: bool = False
+    ) -> Any:
+        self._count(tensor.nbytes)
+        return dist.gather(tensor, gather_list, dst, group=self.group, async_op=async_op)
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> None:
+        self._count(tensor.nbytes)
+        dist.send(tensor, dst, group=self.group, tag=tag)
+
+    def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> int:
+        self._count(0)
+        return int(dist.recv(tensor, src, group=self.group, tag=tag))
+
+    def isend(self, tensor: torch.Tensor, dst: int, tag: int = 0) -> Any:
+        self._count(tensor.nbytes)
+        return dist.isend(tensor, dst, group=self.group, tag=tag)
+
+    def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0) -> Any:
+        self._count(0)
+        return dist.irecv(tensor, src, group=self.group, tag=tag)
+
+    def batch_isend_irecv(self, p2p_op_list: list[dist.P2POp]) -> list[Any]:
+        self._count(sum(op.tensor.nbytes for op in p2p_op_list if op.op is dist.isend))
+        return list(dist.batch_isend_irecv(p2p_op_list))
+
+    def all_gather_object(self, object_list: list[Any], obj: Any) -> None:
+        dist.all_gather_object(object_list, obj, group=self.group)
+
+    def broadcast_object_list(self, object_list: list[Any], src: int) -> None:
+        dist.broadcast_object_list(object_list, src, group=self.group)
+
+    def gather_object(self, obj: Any, object_gather_list: list[Any] | None, dst: int) -> None:
+        dist.gather_object(obj, object_gather_list, dst, group=self.group)
+
+    def scatter_object_list(self, output_list: list[Any], input_list: list[Any] | None, src: int) -> None:
+        dist.scatter_object_list(output_list, input_list, src, group=self.group)
+
     def barrier(self, async_op: bool = False) -> Any:
         self._count(0)
         return dist.barrier(group=self.group, async_op=async_op)
@@ -86,7 +142,7 @@ class TorchNative:
     def __init__(self) -> None:
         ops = {"sum", *(name for name, op in _PROBED.items() if _gloo_has(op))}
         self.capabilities = Capabilities(
-            operations=frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier"}),
+            operations=OPERATIONS,
             dtypes=frozenset(DTYPES),
             reduce_ops=frozenset(ops),
             modes=("native",),

@@ -9,14 +9,20 @@ import torch
 import torch.distributed as dist
 
 import zipccl_core
-from conformance.subject import REDUCE_OPS, Capabilities, PremulSum
+from conformance.subject import OPERATIONS, REDUCE_OPS, Capabilities, PremulSum
 from zipccl_core import Codebook, Communicator, Policy
 from zipccl_core.collectives import exchange
 
-MODES = {
+MODES: dict[str, dict[str, Any]] = {
     "always": {"compress": "always"},
     "always_gaussian": {"compress": "always", "codebook": "gaussian", "prefix_percent": 0.0},
     "never": {"compress": "never"},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "fixed_codebook": {"compress": "always", "codebook": Codebook.gaussian(0.02)},
+    "whole_prefix": {"compress": "always", "codebook": Codebook.gaussian(0.02), "prefix_percent": 100.0},
+    "no_prefix": {"compress": "always", "codebook": Codebook.gaussian(0.02), "prefix_percent": 0.0},
+    "auto": {"compress": "auto", "min_bytes": 4096},
 }
 
 
@@ -27,6 +33,19 @@ class ZipcclCommunicator:
         self.inner = inner
         self.all_gather_into_tensor = inner.all_gather_into_tensor
         self.all_to_all_single = inner.all_to_all_single
+        self.all_gather = inner.all_gather
+        self.broadcast = inner.broadcast
+        self.scatter = inner.scatter
+        self.gather = inner.gather
+        self.send = inner.send
+        self.recv = inner.recv
+        self.isend = inner.isend
+        self.irecv = inner.irecv
+        self.batch_isend_irecv = inner.batch_isend_irecv
+        self.all_gather_object = inner.all_gather_object
+        self.broadcast_object_list = inner.broadcast_object_list
+        self.gather_object = inner.gather_object
+        self.scatter_object_list = inner.scatter_object_list
         self.barrier = inner.barrier
         self.close = inner.close
 
@@ -38,6 +57,9 @@ class ZipcclCommunicator:
         self, output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False
     ) -> Any:
         return self.inner.reduce_scatter_tensor(output, input, torch_op(op), async_op=async_op)
+
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Any:
+        return self.inner.all_reduce(tensor, torch_op(op), async_op=async_op)
 
     def stats(self) -> dict[str, Any]:
         operations = self.inner.stats()
@@ -71,11 +93,12 @@ class ZipcclSubject:
 
     name = "zipccl"
     capabilities = Capabilities(
-        operations=frozenset({"all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single", "barrier"}),
+        operations=OPERATIONS,
         dtypes=frozenset({"bfloat16", "float32", "float16", "float64", "int32", "int64", "uint8"}),
         coded_dtypes=frozenset({"bfloat16", "float32"}),
         reduce_ops=REDUCE_OPS,
         modes=tuple(MODES),
+        variants=tuple(VARIANTS),
         codec=True,
         ordered_sum=True,
         checks_arguments=True,
@@ -86,7 +109,7 @@ class ZipcclSubject:
     )
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
-        policy = Policy(timeout_s=timeout_s, **MODES[mode or "always"])  # type: ignore[arg-type]
+        policy = Policy(timeout_s=timeout_s, **(MODES | VARIANTS)[mode or "always"])
         return ZipcclCommunicator(Communicator(group, policy))
 
     def codec(self) -> ZipcclCodec:

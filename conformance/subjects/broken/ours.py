@@ -242,4 +242,3 @@ native_sum_when_raw = _communicator("native_sum_when_raw", NativeSumWhenRaw)
 no_digest_check = _codec("no_digest_check", NoDigestCheck)
 dirty_padding = _codec("dirty_padding", DirtyPadding)
 trusts_the_size = _codec("trusts_the_size", TrustsTheSize)
-
