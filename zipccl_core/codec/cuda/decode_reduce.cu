@@ -5,7 +5,8 @@
 // contraction, no flush to zero. Decoded words never reach device memory.
 #include "reader.cuh"
 
-constexpr u32 REDUCE_STAGES = ZIPCCL_REDUCE_STAGES;
+template <u32 ELEMENT_BYTES>
+constexpr u32 REDUCE_STAGES = ELEMENT_BYTES == 2 ? ZIPCCL_REDUCE_STAGES : 2;
 // Ranks that a thread block keeps in shared memory; for more, it goes to device memory each time.
 constexpr u32 KEPT_RANKS = 32;
 
@@ -22,18 +23,27 @@ struct Rank {
 };
 
 template <u32 ELEMENT_BYTES>
-struct ReduceShared : ReadShared<ELEMENT_BYTES, REDUCE_STAGES, 1> {
+struct ReduceShared : ReadShared<ELEMENT_BYTES, REDUCE_STAGES<ELEMENT_BYTES>, 1> {
     Rank rank[KEPT_RANKS];
     u64 tag[KEPT_RANKS];
     u64 digest[KEPT_RANKS], escapes[KEPT_RANKS];  // the loading warp's
 };
 
-__device__ __forceinline__ u32 rounded_pair(float a, float b) {
-    u32 x = __float_as_uint(a), y = __float_as_uint(b);
-    u32 low = (x + 0x7fff + (x >> 16 & 1)) >> 16, high = (y + 0x7fff + (y >> 16 & 1)) & 0xffff0000u;
-    if ((x & 0x7fffffffu) > 0x7f800000u) low = 0x7fc0u;
-    if ((y & 0x7fffffffu) > 0x7f800000u) high = 0x7fc00000u;
-    return low | high;
+// Two floats rounded to nearest even, as the instruction does it: a NaN becomes 0x7FFF, and no number does.
+__device__ __forceinline__ u32 rounded_pair(float low, float high) {
+    u32 r;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low));
+    return r;
+}
+// Not zero in its bits 15 and 31 only if one of the pair is 0x7FFF.
+__device__ __forceinline__ u32 nan_mark(u32 pair) {
+    const u32 x = pair ^ 0x7fff7fffu;
+    return (x - 0x00010001u) & ~x;
+}
+__device__ __forceinline__ u32 ordinary_nans(u32 pair) {
+    if ((pair & 0xffff) == 0x7fff) pair ^= 0x7fff ^ 0x7fc0;
+    if (pair >> 16 == 0x7fff) pair ^= (0x7fff ^ 0x7fc0) << 16;
+    return pair;
 }
 
 // fl32(x / divisor) for a whole divisor below 2^24, without the call that a division of floats is.
@@ -106,9 +116,9 @@ __device__ __forceinline__ void feed_reducers(const JobTable& table, ReduceShare
     load.rank = 0;
     load.source = {0, static_bytes(n), records_begin(n), 0, tiles};
     load.ask(shared, jobs, tiles);
-    StageCursor<REDUCE_STAGES> cursor;
+    StageCursor<REDUCE_STAGES<ELEMENT_BYTES>> cursor;
 #pragma unroll 1
-    for (u32 s = 0; s < REDUCE_STAGES && load.tile < tiles; ++s) {
+    for (u32 s = 0; s < REDUCE_STAGES<ELEMENT_BYTES> && load.tile < tiles; ++s) {
         load.load(shared, s, load.tile < full_blocks ? BLOCK_WORDS : rest);
         load.advance(ranks);
         load.ask(shared, jobs, tiles);
@@ -150,7 +160,7 @@ __device__ __forceinline__ void reduce_blocks(const JobTable& table, ReduceShare
     const u64 n = jobs[0].n;
     const u32 full_blocks = u32(n / BLOCK_WORDS), rest = u32(n % BLOCK_WORDS), first = warp * WARP_WORDS;
     const double divisor = factor, reciprocal = SCALE == SCALE_AVERAGE ? 1.0 / divisor : 0;
-    StageCursor<REDUCE_STAGES> cursor;
+    StageCursor<REDUCE_STAGES<ELEMENT_BYTES>> cursor;
     u32 counted = 0;  // parity of each stage's counts: plain words have none
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const u32 m = tile < full_blocks ? BLOCK_WORDS : rest;
@@ -199,26 +209,32 @@ __device__ __forceinline__ void reduce_blocks(const JobTable& table, ReduceShare
             shared.stages.leave(stage);
         }
 
+        if (SCALE == SCALE_AVERAGE) {
+#pragma unroll
+            for (u32 i = 0; i < THREAD_WORDS; ++i) acc[i] = divided(acc[i], divisor, reciprocal);
+        }
+        u32 rounded[THREAD_WORDS * ELEMENT_BYTES / 4], marks = 0;
+#pragma unroll
+        for (u32 i = 0; i < THREAD_WORDS * ELEMENT_BYTES / 4; ++i) {
+            if (ELEMENT_BYTES == 2) {
+                rounded[i] = rounded_pair(acc[2 * i % THREAD_WORDS], acc[(2 * i + 1) % THREAD_WORDS]);
+                marks |= nan_mark(rounded[i]);
+            } else {
+                const u32 x = __float_as_uint(acc[i]);
+                rounded[i] = (x & 0x7fffffffu) > 0x7f800000u ? 0x7fc00000u : x;
+            }
+        }
+        if (ELEMENT_BYTES == 2 && marks & 0x80008000u) {
+#pragma unroll
+            for (u32 i = 0; i < THREAD_WORDS / 2; ++i) rounded[i % (THREAD_WORDS * ELEMENT_BYTES / 4)] =
+                ordinary_nans(rounded[i % (THREAD_WORDS * ELEMENT_BYTES / 4)]);
+        }
         wait_stores_read();
 #pragma unroll
         for (u32 slot = 0; slot < 4; ++slot)
 #pragma unroll
             for (u32 q = 0; q < ELEMENT_BYTES / 2; ++q) {
-                u32 x[4];
-                float* a = &acc[slot * 8 + q * (16 / ELEMENT_BYTES)];
-                if (SCALE == SCALE_AVERAGE) {
-#pragma unroll
-                    for (u32 i = 0; i < 16 / ELEMENT_BYTES; ++i) a[i] = divided(a[i], divisor, reciprocal);
-                }
-#pragma unroll
-                for (u32 i = 0; i < 4; ++i) {
-                    if (ELEMENT_BYTES == 2) {
-                        x[i] = rounded_pair(a[2 * i], a[2 * i + 1]);
-                    } else {
-                        x[i] = __float_as_uint(a[i]);
-                        if ((x[i] & 0x7fffffffu) > 0x7f800000u) x[i] = 0x7fc00000u;
-                    }
-                }
+                const u32* x = &rounded[(slot * (ELEMENT_BYTES / 2) + q) * 4];
                 *(uint4*)(shared.elements[0] + chunk_offset<ELEMENT_BYTES>(slot) + q * 16) =
                     make_uint4(x[0], x[1], x[2], x[3]);
             }
@@ -270,7 +286,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_REDUCE_BLOCKS
                                       ReadScratch* scratch, Verdict* verdicts) {
     reduce_tiles<2, SCALE_PREMUL>(table, out, factor, scratch, verdicts);
 }
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_AVERAGE_BLOCKS_2)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_REDUCE_BLOCKS_2)
     decode_reduce_average_bfloat16_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
                                       ReadScratch* scratch, Verdict* verdicts) {
     reduce_tiles<2, SCALE_AVERAGE>(table, out, factor, scratch, verdicts);
@@ -285,7 +301,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_REDUCE_BLOCKS
                                       ReadScratch* scratch, Verdict* verdicts) {
     reduce_tiles<4, SCALE_PREMUL>(table, out, factor, scratch, verdicts);
 }
-extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_AVERAGE_BLOCKS_4)
+extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_REDUCE_BLOCKS_4)
     decode_reduce_average_float32_kernel(const __grid_constant__ JobTable table, u64 out, float factor,
                                       ReadScratch* scratch, Verdict* verdicts) {
     reduce_tiles<4, SCALE_AVERAGE>(table, out, factor, scratch, verdicts);

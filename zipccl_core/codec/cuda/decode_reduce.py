@@ -72,7 +72,7 @@ def decode_reduce(
         function, shared, most = launch.device.persistent(
             f"decode_reduce_{kind}_{NAMES[element_bytes]}_kernel",
             "decode_reduce",
-            "AVERAGE" if average else "REDUCE",
+            "REDUCE",
             element_bytes,
             (TABLE_SIGNATURE, "P", "f", "P", "P"),
         )

@@ -216,15 +216,15 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
         const u32 count = __popc(escaped);
         const u32 inclusive = warp_inclusive_sum(count);
         const u32 total = __shfl_sync(~0u, inclusive, 31);
-        u8* to = &shared.escapes[warp][inclusive - count];
+        u8* to = &shared.escapes[warp][inclusive];
         shared.stages.put_sum(stage, sum);
         if (ELEMENT_BYTES == 4) low = __any_sync(~0u, low & 0xffff) ? LOW_FLAG : 0;
         if (lane == 0) shared.stages.counts[stage][warp] = total | low;
         const u8* first = elements + t * (THREAD_WORDS * ELEMENT_BYTES) + (ELEMENT_BYTES - 2);
-        while (escaped) {
-            const u32 i = __ffs(escaped) - 1;
-            escaped &= escaped - 1;
-            *to++ = u8(*(const u16*)(first + i * ELEMENT_BYTES) >> 7);
+        while (escaped) {  // from the last to the first
+            const u32 i = 31 - __clz(escaped);
+            escaped ^= 1u << i;
+            *--to = u8(*(const u16*)(first + i * ELEMENT_BYTES) >> 7);
         }
         shared.stages.leave(stage);
         publish_to_stores();
@@ -271,10 +271,7 @@ extern "C" __constant__ u32 encode_shared_bytes[2] = {sizeof(EncodeShared<2>), s
 
 // --- pack -------------------------------------------------------------------------------------------------------------
 
-constexpr u32 GATHER_BYTES = 512;
-
 struct PackShared {
-    u8 gathered[PACK_THREADS / 32][GATHER_BYTES];  // of a tile's escapes, by warp
     TileCounts counts[PACK_THREADS];
     u64 warp_sums[PACK_THREADS / 32];
     u32 offsets[PACK_THREADS];
@@ -384,7 +381,7 @@ __device__ __forceinline__ void find_escapes(const u8* source, u32 m, u32 warp, 
 
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, const TileCounts& counts, const u8* slots,
-                                          u8* to, u8* gathered) {
+                                          u8* to) {
     const u32 lane = lane_of(), m = block_words(job.n, block), spill = spill_bytes(m);
     const u8* source = (const u8*)job.words + block * (BLOCK_WORDS * ELEMENT_BYTES);
     const u32 of_warp = counts.of_warp[lane % WARPS], count = of_warp & COUNT_FIELD;
@@ -397,44 +394,36 @@ __device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, const 
         for (u32 i = held + lane; i < align128(used); i += 32) record[i] = 0;
         copy_words<ELEMENT_BYTES>(to, source, held, 2 * m);
         to += spill;
-    } else {  // four lanes a slot
-        const u32 warp = lane / 4;
-        const u32 mine = __shfl_sync(~0u, count, warp);
-        const u32 place = __shfl_sync(~0u, through, warp) - mine;
-        const u8* from = slots + warp * SLOT_BYTES;
-        const u32 head = u32((u64)to) & 3;
-        if (total + head <= GATHER_BYTES) {  // together first, then 4 bytes a lane
-            __syncwarp();
+    } else if (!__any_sync(~0u, count > SLOT_BYTES)) {
+        // byte i is in the slot that a binary search over the eight sums finds
+        const u32 before = through - count;
 #pragma unroll 1
-            for (u32 i = lane % 4 * 4; i < mine; i += 32) {
-                const u32 x = *(const u32*)(from + i), y = i + 16 < mine ? *(const u32*)(from + i + 16) : 0;
+        for (u32 first = 0; first < total; first += 128) {
+            u8 x[4];
 #pragma unroll
-                for (u32 k = 0; k < 4; ++k) {
-                    if (i + k < mine) gathered[head + place + i + k] = u8(x >> (8 * k));
-                    if (i + 16 + k < mine) gathered[head + place + i + 16 + k] = u8(y >> (8 * k));
-                }
+            for (u32 k = 0; k < 4; ++k) {
+                const u32 i = first + k * 32 + lane;
+                u32 w = i >= __shfl_sync(~0u, through, 3) ? 4 : 0;
+                w += i >= __shfl_sync(~0u, through, w + 1) ? 2 : 0;
+                w += i >= __shfl_sync(~0u, through, w) ? 1 : 0;
+                const u32 at = w * SLOT_BYTES + i - __shfl_sync(~0u, before, w);
+                if (i < total) x[k] = slots[at];
             }
-            __syncwarp();
-            u8* aligned = to - head;
-            const u32 end = head + total;
-            for (u32 i = lane * 4; i < end; i += 128) {
-                if (i >= head && i + 4 <= end)
-                    *(u32*)(aligned + i) = *(const u32*)(gathered + i);
-                else
-                    for (u32 k = i < head ? head : i; k < i + 4 && k < end; ++k) aligned[k] = gathered[k];
-            }
-        } else if (mine <= SLOT_BYTES) {
-#pragma unroll 4
-            for (u32 i = lane % 4; i < mine; i += 4) to[place + i] = from[i];
+#pragma unroll
+            for (u32 k = 0; k < 4; ++k)
+                if (first + k * 32 + lane < total) to[first + k * 32 + lane] = x[k];
         }
-        if (__any_sync(~0u, mine > SLOT_BYTES)) {
-            const Codes codes(codebook_of(job));
+        to += total;
+    } else {  // warp by warp; what a slot could not hold is found again
+        const Codes codes(codebook_of(job));
 #pragma unroll 1
-            for (u32 w = 0; w < WARPS; ++w) {
-                u32 its = __shfl_sync(~0u, count, w);
-                u32 its_place = __shfl_sync(~0u, through, w) - its;
-                if (its > SLOT_BYTES) find_escapes<ELEMENT_BYTES>(source, m, w, codes, to + its_place);
-            }
+        for (u32 w = 0; w < WARPS; ++w) {
+            const u32 its = __shfl_sync(~0u, count, w);
+            u8* place = to + __shfl_sync(~0u, through, w) - its;
+            if (its > SLOT_BYTES)
+                find_escapes<ELEMENT_BYTES>(source, m, w, codes, place);
+            else
+                for (u32 i = lane; i < its; i += 32) place[i] = slots[w * SLOT_BYTES + i];
         }
         to += total;
     }
@@ -529,7 +518,7 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, FrameSums* fra
 #pragma unroll 1
         for (u32 i = warp; i < count; i += PACK_THREADS / 32)
             pack_tile<ELEMENT_BYTES>(frame, begin + i - frame.first_tile, shared.counts[i],
-                                     slots + (begin + i) * ZIPCCL_SLOT_BYTES, dynamic + shared.offsets[i], shared.gathered[warp]);
+                                     slots + (begin + i) * ZIPCCL_SLOT_BYTES, dynamic + shared.offsets[i]);
         before += total;
         begin = chunk_end;
     }

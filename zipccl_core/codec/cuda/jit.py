@@ -70,12 +70,12 @@ STREAMS_A_DEVICE = 4
 # Thread blocks of 288 that must fit a multiprocessor, for bfloat16 and float32: more hide more latency, and leave each
 # thread fewer registers. sm_90 is measured (docs/PERFORMANCE.md); on the others, what fits without a spill.
 RESIDENT_BLOCKS = {
-    "sm_90": {"ENCODE": (3, 2), "DECODE": (3, 2), "REDUCE": (3, 2), "AVERAGE": (2, 2)},
-    "": {"ENCODE": (2, 2), "DECODE": (3, 2), "REDUCE": (2, 2), "AVERAGE": (2, 2)},
-    "sm_100": {"ENCODE": (2, 2), "DECODE": (3, 2), "REDUCE": (1, 1), "AVERAGE": (1, 1)},
+    "sm_90": {"ENCODE": (3, 2), "DECODE": (3, 2), "REDUCE": (2, 1)},
+    "": {"ENCODE": (2, 2), "DECODE": (2, 2), "REDUCE": (2, 1)},
+    "sm_100": {"ENCODE": (2, 1), "DECODE": (2, 1), "REDUCE": (1, 1)},
 }
 # Tiles of shared memory a thread block: one is worked on, the others are being loaded.
-STAGES = {"ENCODE": 2, "DECODE": 2, "REDUCE": 2}
+STAGES = {"ENCODE": 2, "DECODE": 2, "REDUCE": 3}
 
 BLOCK_THREADS = 288
 JOB_BYTES = 64

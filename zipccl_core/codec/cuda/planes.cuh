@@ -16,8 +16,12 @@ __device__ __forceinline__ u32 chunk_offset(u32 slot) {
     return threadIdx.x * (THREAD_WORDS * ELEMENT_BYTES) + ((slot + slot_rotation()) & 3) * (8 * ELEMENT_BYTES);
 }
 
-// Bits of a where mask is 1, of b where it is 0: one LOP3.
-__device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) { return (a & mask) | (b & ~mask); }
+// Bits of a where mask is 1, of b where it is 0.
+__device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
+    u32 r;  // left to itself the compiler makes two instructions of it
+    asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(r) : "r"(mask), "r"(a), "r"(b));
+    return r;
+}
 __device__ __forceinline__ u32 bytes_of(u32 a, u32 b, u32 selector) {
     u32 r;  // not __byte_perm, which masks a selector known only at run time
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));

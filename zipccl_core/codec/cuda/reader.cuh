@@ -248,12 +248,12 @@ __device__ __forceinline__ void rebuild_words(Shared& shared, u8* elements, u32 
             const u8* from = dynamic + before;
             for (u32 i = lane; i < of_warp; i += 32)
                 if (codes.holds(from[i])) report_fault(scratch, job, FAULT_CANONICAL, block, from[i]);
-            from += inclusive - count;
+            from += inclusive;
             u32* mine = (u32*)(elements + t * (THREAD_WORDS * ELEMENT_BYTES));
-            while (escaped) {  // exponents of escapes are still zero
-                const u32 i = __ffs(escaped) - 1;
-                escaped &= escaped - 1;
-                const u32 exponent = *from++;
+            while (escaped) {  // from the last to the first; their exponents are still zero
+                const u32 i = 31 - __clz(escaped);
+                escaped ^= 1u << i;
+                const u32 exponent = *--from;
                 if (ELEMENT_BYTES == 2)
                     atomicOr(mine + (i >> 1), exponent << (7 + 16 * (i & 1)));
                 else
