@@ -155,6 +155,7 @@ def issue(
     def outputs(count: int) -> list[Poisoned]:
         return [poisoned(len(want) // count, kind, device, (offset + k) % 8) for k in range(count)]
 
+    work: Any
     if operation in OPERATIONS:
         outs, kept = outputs(1), given(array)
         work = call(outs[0].tensor, kept, **options)
@@ -182,7 +183,7 @@ def issue(
             ring.append(dist.P2POp(dist.irecv, outs[0].tensor, members[rank - 1], world.group))
         work = AllOf(call(ring) if ring else [])
         if not async_op:
-            work.wait()
+            work = work.wait()
     return Issued(work, outs, want, title, kept)
 
 

@@ -63,9 +63,10 @@ class Capabilities:
         independent: Communicators on one group do not wait for each other: calls of two of them may be issued in
             another order on each rank.
         stacked_gather: all_gather_into_tensor takes an output of [world size, *input.shape] too.
-        completion: `Work.is_completed()` is True once `wait()` has returned.
-        names_stragglers: a rank that does not come in time is an error of the class RankTimeout that names it, on all
-            ranks of the group; of one that came, `last_arrivals` tells how late it was.
+        completion: once `wait()` has returned, `Work.is_completed()` is True and a second `wait()` returns at once.
+        names_stragglers: a rank that does not come in time is an error of the class RankTimeout, on all ranks of the
+            group; the last "rank N" or "ranks [N, …]" of its text is who was late. Of one that came, `last_arrivals`
+            tells how late it was.
         versions: what the report's header shows: packages, formats, environment.
     """
 

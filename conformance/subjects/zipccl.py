@@ -53,6 +53,14 @@ class ZipcclCommunicator:
     def last_decision(self) -> Any:
         return self.inner.last_decision
 
+    @property
+    def last_arrivals(self) -> list[tuple[int, float]]:
+        return self.inner.last_arrivals
+
+    @property
+    def arrived_last(self) -> dict[int, int]:
+        return self.inner.arrived_last
+
     def reduce_scatter_tensor(
         self, output: torch.Tensor, input: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False
     ) -> Any:
@@ -105,6 +113,7 @@ class ZipcclSubject:
         verifies=True,
         any_layout=True,
         decides=True,
+        names_stragglers=True,
         versions={"frame format": str(zipccl_core.FORMAT_VERSION)},
     )
 
