@@ -2,7 +2,8 @@
 
 Processes: the launcher (the pytest a person started) → torchrun → one supervisor a rank → the rank. The supervisor is a
 few lines that cannot fail the way a rank can: it writes down how its rank ended, before torchrun ends the others. What
-ranks say travels in `rank<r>.jsonl`, line-buffered, so that the last line of a dead one is still there.
+ranks say travels in `rank<r>.jsonl`, line-buffered, so that the last line of a dead one is still there. Where it can,
+torchrun and the ranks are forked from a process that has imported torch (nursery.py), which saves most of the start.
 
 If a rank dies or hangs, the test it was in has FAILED, and the launcher starts a new *generation* of ranks with the
 test after it: one dead rank costs one verdict.
@@ -11,9 +12,9 @@ test after it: one dead rank costs one verdict.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import faulthandler
+import functools
 import json
 import os
 import signal
@@ -23,21 +24,16 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+
+from conformance.nursery import SOCKET_ENV, Child, NoNursery, die_with_parent, fork, nearest, pytest_main, warm
 
 POLL_S = 0.05
 SUPERVISOR_GRACE_S = 0.3
 STACKS_GRACE_S = 1.0
 KILL_GRACE_S = 10.0
 MAX_GENERATIONS = 25
-PR_SET_PDEATHSIG = 1
 GENERATION_MARK = "==== generation"
-
-
-def die_with_parent(sig: int = signal.SIGKILL) -> None:
-    """Have the kernel send this process `sig` when its parent ends (Linux; elsewhere nothing is done)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, sig)
 
 
 class EventLog:
@@ -225,6 +221,7 @@ class Plan:
         deadline_s: the whole run's.
         cwd: where the ranks start.
         stop_at_first: no new generation after a dead rank (-x).
+        warm_args, warm_modules: what pytest would collect, and modules, to be imported once for all ranks.
     """
 
     pytest_args: tuple[str, ...]
@@ -233,6 +230,8 @@ class Plan:
     deadline_s: float
     cwd: Path
     stop_at_first: bool = False
+    warm_args: tuple[str, ...] = ()
+    warm_modules: tuple[str, ...] = ()
 
 
 def new_run_dir(parent: Path) -> Path:
@@ -248,9 +247,7 @@ def new_run_dir(parent: Path) -> Path:
     raise FileExistsError(f"new_run_dir: 1000 runs within one second under {parent}")
 
 
-def launch(
-    plan: Plan, on_result: Callable[[Result], None], on_tick: Callable[[Run, Follower], None]
-) -> Run:
+def launch(plan: Plan, on_result: Callable[[Result], None], on_tick: Callable[[Run, Follower], None]) -> Run:
     """Run the plan to its end or its deadline; every process started has ended when this returns.
 
     Args:
@@ -261,9 +258,11 @@ def launch(
     follower = Follower(run, on_result)
     deadline = time.monotonic() + plan.deadline_s
     first_index = 0
-    with _sigterm_interrupts():
+    env = _environment()
+    log = (plan.run_dir / "nursery.log").open("ab")
+    with _sigterm_interrupts(), log, nearest(env, log) as nursery:
         for generation in range(MAX_GENERATIONS):
-            process = _start(plan, first_index, generation)
+            process = _start(plan, first_index, generation, env, nursery)
             try:
                 _follow(process, follower, deadline, on_tick)
                 timed_out = process.poll() is None
@@ -315,34 +314,56 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, old)
 
 
-def _start(plan: Plan, first_index: int, generation: int) -> subprocess.Popen[bytes]:
-    """Start torchrun in a process group of its own."""
+def _environment() -> dict[str, str]:
+    """Of the ranks: this process's, without what another torchrun left there."""
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TORCHELASTIC_", "PYTEST_CURRENT_TEST"))}
     root = str(Path(__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
     env.setdefault("OMP_NUM_THREADS", "1")
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.world_size)),
+    return env
+
+
+Process = subprocess.Popen[bytes] | Child
+
+
+def _start(plan: Plan, first_index: int, generation: int, env: dict[str, str], nursery: str | None) -> Process:
+    """Start torchrun in a process group of its own."""
+    args = [
+        *("--standalone", "--nproc-per-node", str(plan.world_size)),
         *("-m", "conformance.launch", "--run-dir", str(plan.run_dir), "--"),
         *(*plan.pytest_args, f"--run-dir={plan.run_dir}", "--launched", f"--first-index={first_index}"),
     ]
     with (plan.run_dir / "torchrun.log").open("ab") as log:
-        log.write(f"generation {generation}: {command}\n".encode())
+        log.write(f"generation {generation}: torchrun {args}\n".encode())
         log.flush()
+        if nursery:
+            with contextlib.suppress(NoNursery):
+                process = fork(
+                    nursery,
+                    "torch.distributed.run:main",
+                    args,
+                    env={**env, SOCKET_ENV: nursery},
+                    cwd=plan.cwd,
+                    stdout=log,
+                    stderr=log,
+                    on_hangup=signal.SIGTERM,
+                )
+                warm(nursery, plan.warm_args, plan.cwd, plan.warm_modules)
+                return process
         return subprocess.Popen(
-            command,
+            [sys.executable, "-m", "torch.distributed.run", *args],
             cwd=plan.cwd,
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=lambda: die_with_parent(signal.SIGTERM),
+            preexec_fn=functools.partial(die_with_parent, signal.SIGTERM),
         )
 
 
 def _follow(
-    process: subprocess.Popen[bytes],
+    process: Process,
     follower: Follower,
     deadline: float,
     on_tick: Callable[[Run, Follower], None],
@@ -356,7 +377,7 @@ def _follow(
     on_tick(follower.run, follower)
 
 
-def _end(process: subprocess.Popen[bytes], follower: Follower) -> None:
+def _end(process: Process, follower: Follower) -> None:
     """Have whatever still runs dump its stacks, then end it: ranks by their ids first, then torchrun's group."""
     if process.poll() is not None:
         return
@@ -405,8 +426,7 @@ def _settle_dead(plan: Plan, follower: Follower, fatal: _Rank) -> int | None:
         where = "after its last test" if fatal.last_index >= 0 else "before its first test"
         if not follower.run.problems:
             follower.run.problems.append(
-                f"rank {fatal.number} died {where} ({how}); the end of its log:\n"
-                f"{log_tail(plan.run_dir, fatal.number)}"
+                f"rank {fatal.number} died {where} ({how}); the end of its log:\n{log_tail(plan.run_dir, fatal.number)}"
             )
         return None
     hung = exit_event["t"] - test["t"] >= test["limit_s"]
@@ -453,12 +473,7 @@ def supervise(run_dir: Path, pytest_args: list[str]) -> int:
     rank = int(os.environ["RANK"])
     told: list[int] = []
     log = (run_dir / f"rank{rank}.log").open("ab")
-    child = subprocess.Popen(
-        [sys.executable, "-u", "-m", "conformance.launch", "--as-rank", *pytest_args],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-    )
+    child = _start_rank(pytest_args, log)
 
     def stop(signum: int, frame: object) -> None:
         told.append(signum)
@@ -474,15 +489,30 @@ def supervise(run_dir: Path, pytest_args: list[str]) -> int:
     return code if code >= 0 else 128 - code
 
 
+def _start_rank(pytest_args: list[str], log: IO[bytes]) -> Process:
+    """Fork the rank from the nursery if there is one, else start it from scratch."""
+    env = dict(os.environ)
+    if nursery := env.pop(SOCKET_ENV, ""):
+        with contextlib.suppress(NoNursery):
+            return fork(
+                nursery, "conformance.launch:be_rank", pytest_args, env=env, cwd=Path.cwd(), stdout=log, stderr=log
+            )
+    return subprocess.Popen(
+        [sys.executable, "-u", "-m", "conformance.launch", "--as-rank", *pytest_args],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
+
+
 def be_rank(pytest_args: list[str]) -> int:
     """The rank itself: pytest, with stacks on SIGUSR1 and its end bound to the supervisor's."""
     die_with_parent()
     stacks = os.dup(2)  # pytest captures 2 itself
     faulthandler.enable(stacks)
     faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
-    import pytest
-
-    return int(pytest.main(pytest_args))
+    return pytest_main(pytest_args)
 
 
 def main(argv: list[str]) -> int:

@@ -57,6 +57,13 @@ VERDICT_GRACE_S = 1.0
 HANG_GRACE_S = 3.0
 MEETING_LIMIT_S = 120.0
 TEXT_LIMIT_CHARS = 30_000
+WARM_MODULES = (
+    "hypothesis",
+    "hypothesis.stateful",
+    "hypothesis.extra.numpy",
+    "conformance.plugin",
+    "conformance.oracle",
+)
 RANKED = pytest.StashKey["Ranked"]()
 RANKED_CODE = pytest.StashKey[pytest.ExitCode]()
 VERSIONS_SHOWN_ENV = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
@@ -74,6 +81,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     g.addoption("--run-dir", default="", help="where logs and reports go (default runs/<time of day>)")
     g.addoption("--ranked", action="store_true", help="run all named paths on ranks, not only those of the suite")
     g.addoption("--launched", action="store_true", help=argparse.SUPPRESS)
+    g.addoption("--warm", action="store_true", help=argparse.SUPPRESS)  # collecting for its imports only
     g.addoption("--first-index", type=int, default=0, help=argparse.SUPPRESS)
 
 
@@ -172,6 +180,7 @@ def _launch(config: pytest.Config, ranked_args: list[str]) -> pytest.ExitCode:
     run_dir.mkdir(parents=True, exist_ok=True)
     if any(run_dir.glob("rank*.jsonl")):
         raise pytest.UsageError(f"--run-dir {run_dir} holds another run; name an empty one")
+    suite = [a for a in ranked_args if Path(start, a.split("::")[0]).resolve().is_relative_to(HERE)]
     plan = Plan(
         pytest_args=tuple(_inner_args(config, ranked_args)),
         world_size=option.world_size,
@@ -179,6 +188,8 @@ def _launch(config: pytest.Config, ranked_args: list[str]) -> pytest.ExitCode:
         deadline_s=option.deadline_s,
         cwd=start,
         stop_at_first=option.maxfail == 1,
+        warm_args=tuple([*suite, "--warm"] if suite else ()),
+        warm_modules=(*WARM_MODULES, *_module_of(option.subject)),
     )
     junit = Path(start, option.xmlpath) if option.xmlpath else run_dir / "junit.xml"
     reporter = Reporter(run_dir, option.subject, verbose=option.verbose)
@@ -189,6 +200,15 @@ def _launch(config: pytest.Config, ranked_args: list[str]) -> pytest.ExitCode:
     if not run.results and not run.problems:
         return pytest.ExitCode.NO_TESTS_COLLECTED
     return pytest.ExitCode.TESTS_FAILED
+
+
+def _module_of(subject: str) -> list[str]:
+    """The module of a subject of this folder: it can be imported before there are ranks; of others nobody knows."""
+    if ":" in subject:
+        return []
+    return ["conformance.subjects." + subject.split(".")[0]] + ["conformance.subjects.zipccl"] * subject.startswith(
+        "broken."
+    )
 
 
 def _inner_args(config: pytest.Config, ranked_args: list[str]) -> list[str]:
@@ -567,9 +587,7 @@ class Ranked:
         return merge(item.nodeid, _operation(item), {r: json.loads(c) for r, c in came.items()}, self.world_size)
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(
-        self, item: pytest.Item, call: pytest.CallInfo[None]
-    ) -> Iterator[pytest.TestReport]:
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
         report = yield
         self.clean = self.clean and report.passed
         if report.failed and self._order is None:
@@ -711,7 +729,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("_world_ranks", marker.args, indirect=True, ids=[f"{n}ranks" for n in marker.args])
     given = [str(m.args[0]) for m in metafunc.definition.iter_markers("parametrize")]
     if "mode" in metafunc.fixturenames and not any("mode" in names.replace(",", " ").split() for names in given):
-        metafunc.parametrize("mode", _subject_of(metafunc.config).capabilities.modes)
+        warm = metafunc.config.option.warm
+        metafunc.parametrize("mode", ("",) if warm else _subject_of(metafunc.config).capabilities.modes)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -795,5 +814,3 @@ def record_row(request: pytest.FixtureRequest) -> Callable[..., None]:
             ranked.log.write("row", table=table, fields=fields)
 
     return record
-
-

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
+
+from conformance.nursery import SOCKET_ENV, NoNursery, shared
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,18 +45,36 @@ class Launched:
 
 
 def run_pytest(run_dir: Path, *args: str, cwd: Path = ROOT, limit_s: float = 120.0) -> Launched:
-    """`python -m pytest ARGS --run-dir RUN_DIR` without this process's ranks."""
+    """`python -m pytest ARGS --run-dir RUN_DIR` without this process's ranks, forked from the shared nursery.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end within limit_s (and was ended).
+    """
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    env = {k: v for k, v in env.items() if not k.startswith("PYTEST_")}
     env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *args, "--run-dir", str(run_dir)],
-        cwd=cwd,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=limit_s,
-    )
-    return Launched(done.returncode, done.stdout, done.stderr, run_dir)
+    command = [*args, "--run-dir", str(run_dir)]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        process = start_pytest(command, env, cwd, out, err)
+        try:
+            process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            process.kill()
+            raise
+        out.seek(0)
+        err.seek(0)
+        return Launched(process.returncode or 0, out.read(), err.read(), run_dir)
+
+
+def start_pytest(args: list[str], env: dict[str, str], cwd: Path, out: Any, err: Any) -> Any:
+    """Start it; something with the names of subprocess.Popen."""
+    if env.get(SOCKET_ENV) != "0":
+        with contextlib.suppress(NoNursery):
+            return shared().start("conformance.nursery:pytest_main", args, env=env, cwd=cwd, stdout=out, stderr=err)
+    return subprocess.Popen([sys.executable, "-m", "pytest", *args], cwd=cwd, env=env, stdout=out, stderr=err)
 
 
 def run_file(folder: Path, source: str, ranks: int, *args: str, limit_s: float = 120.0) -> Launched:

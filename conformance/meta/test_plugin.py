@@ -32,7 +32,7 @@ def total(world, mine):
 
 ALONE = (
     PRELUDE
-    + '''
+    + """
 def test_first_passes(world, record_row):
     record_row("frames", kind="made up", dtype="bfloat16", n_words=800, raw_bytes=1600, frame_bytes=1000, escapes=8)
     assert total(world, world.rank + 1) == 6.0
@@ -117,7 +117,7 @@ def test_drops_a_call_in_flight(world):
 
 def test_last_passes(world):
     assert total(world, world.rank) == 3.0
-'''
+"""
 )
 
 
@@ -175,8 +175,11 @@ def test_a_lone_skip_is_named(alone):
 
 def test_exit_code_and_closing_line_count_everything(alone):
     assert alone.returncode == 1
-    assert alone.out.strip().splitlines()[-1].strip("= ").startswith(
-        "9 passed, 6 failed, 2 skipped, 4 errors, 1 xfailed in "
+    assert (
+        alone.out.strip()
+        .splitlines()[-1]
+        .strip("= ")
+        .startswith("9 passed, 6 failed, 2 skipped, 4 errors, 1 xfailed in ")
     )
 
 
@@ -205,7 +208,7 @@ def test_a_run_can_be_judged_again_from_its_logs(alone):
 
 DYING = (
     PRELUDE
-    + '''
+    + """
 def test_rank_1_exits_with_3(world):
     if world.rank == 1:
         os._exit(3)
@@ -229,7 +232,7 @@ def test_rank_0_is_killed(world):
 
 def test_last_passes(world):
     assert total(world, 4) == 8.0
-'''
+"""
 )
 
 
@@ -265,7 +268,7 @@ def test_a_hung_rank_is_named_with_its_stack(dying):
 
 DEADLINE = (
     PRELUDE
-    + '''
+    + """
 def test_passes(world):
     assert total(world, 1) == 2.0
 
@@ -275,7 +278,7 @@ def test_never_ends(world):
 
 def test_never_runs(world):
     pass
-'''
+"""
 )
 
 
@@ -342,6 +345,14 @@ def test_wrong_arguments_are_refused_before_anything_starts(tmp_path, args, says
     assert run.returncode == pytest.ExitCode.USAGE_ERROR, run.out + run.err
     assert says in run.out + run.err
     assert not run.report
+
+
+@pytest.mark.parametrize("paths", [("conformance/meta",), ("-m", "not gpu", "zipccl_core/tests", "conformance/meta")])
+def test_only_what_was_named_is_run(tmp_path, paths):
+    run = run_pytest(tmp_path / "run", *paths, "-q", "-k", "test_merge_ or test_digest_of_five", limit_s=60)
+    assert run.returncode == 0, run.out + run.err
+    assert f"{4 if len(paths) == 1 else 5} passed" in run.out
+    assert not (tmp_path / "run").exists(), "no ranks were asked for"
 
 
 # ---------------------------------------------------------------------------------------------------- pure parts
