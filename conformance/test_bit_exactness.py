@@ -22,6 +22,7 @@ ALL_PATTERNS = 1 << 16
 
 @every_operation
 @every_dtype
+@pytest.mark.proves("BITS-1")
 def test_all_65536_patterns_survive(world, mode, operation, dtype):
     needs(world, operation)
     inputs = inputs_of_all(operation, "all_patterns", ALL_PATTERNS, world.world_size, dtype)
@@ -30,6 +31,7 @@ def test_all_65536_patterns_survive(world, mode, operation, dtype):
 
 @every_operation
 @every_dtype
+@pytest.mark.proves("BITS-2")
 def test_every_size_around_bytes_and_blocks(world, mode, operation, dtype):
     needs(world, operation)
     comm = world.communicator(mode)
@@ -39,6 +41,7 @@ def test_every_size_around_bytes_and_blocks(world, mode, operation, dtype):
 
 @every_operation
 @every_dtype
+@pytest.mark.proves("BITS-3")
 def test_every_kind_of_data(world, mode, operation, dtype):
     needs(world, operation)
     comm = world.communicator(mode)
@@ -49,15 +52,17 @@ def test_every_kind_of_data(world, mode, operation, dtype):
 
 @every_operation
 @every_dtype
-@pytest.mark.parametrize("offset", range(8))
-def test_every_alignment_across_a_block_edge(world, operation, dtype, offset):
+@pytest.mark.proves("BITS-4")
+def test_every_alignment_across_a_block_edge(world, operation, dtype):
     needs(world, operation)
     comm = world.communicator()
-    inputs = inputs_of_all(operation, "all_patterns", 8195, world.world_size, dtype, seed=offset)
-    exercise(world, comm, operation, inputs, dtype, offset=offset)
+    for offset in range(8):
+        inputs = inputs_of_all(operation, "all_patterns", 8195, world.world_size, dtype, seed=offset)
+        exercise(world, comm, operation, inputs, dtype, offset=offset, what=f"(offset {offset})")
 
 
 @every_operation
+@pytest.mark.proves("BITS-1", "BITS-2")
 def test_drawn_patterns_survive(world, operation):
     needs(world, operation)
     comm = world.communicator()
@@ -73,6 +78,7 @@ def test_drawn_patterns_survive(world, operation):
 
 @every_operation
 @every_dtype
+@pytest.mark.proves("BITS-5")
 def test_training_tensors_survive(world, mode, operation, dtype):
     needs(world, operation)
     comm = world.communicator(mode)
@@ -87,6 +93,7 @@ def test_training_tensors_survive(world, mode, operation, dtype):
 
 
 @pytest.mark.operation("all_gather_into_tensor")
+@pytest.mark.proves("LAYOUT-3")
 def test_all_gather_in_place_of_all_patterns(world, mode):
     n = ALL_PATTERNS
     out = poisoned(n * world.world_size, torch.bfloat16, world.device)
@@ -99,6 +106,7 @@ def test_all_gather_in_place_of_all_patterns(world, mode):
 
 @pytest.mark.operation("reduce_scatter_tensor")
 @pytest.mark.requires("ordered_sum", "any_layout")
+@pytest.mark.proves("LAYOUT-3", "LAYOUT-4")
 def test_reduce_scatter_into_the_own_shard_of_its_input(world, mode):
     n = 8200
     inputs = inputs_of_all("reduce_scatter_tensor", "gaussian", n, world.world_size, "bfloat16")
@@ -115,6 +123,7 @@ def test_reduce_scatter_into_the_own_shard_of_its_input(world, mode):
 
 @pytest.mark.operation("all_to_all_single")
 @pytest.mark.requires("any_layout")
+@pytest.mark.proves("LAYOUT-3")
 def test_all_to_all_onto_its_own_input(world, mode):
     n = 8200
     inputs = inputs_of_all("all_to_all_single", "indexed", n, world.world_size, "bfloat16")
@@ -137,6 +146,7 @@ def elements_of(case: ValidCase) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("case", valid_cases(), ids=case_id)
+@pytest.mark.proves("FRAME-1", "FRAME-2")
 def test_a_golden_frame_is_written_and_read(codec, case):
     elements = elements_of(case)
     frame = codec.encode(elements, case.codebook)
@@ -148,6 +158,7 @@ def test_a_golden_frame_is_written_and_read(codec, case):
     assert_same_bits(got, elements, case.name)
 
 
+@pytest.mark.proves("FRAME-2")
 def test_drawn_words_and_codebooks_round_trip(codec):
     from hypothesis import given, settings
 
@@ -161,6 +172,7 @@ def test_drawn_words_and_codebooks_round_trip(codec):
 
 
 @every_dtype
+@pytest.mark.proves("FRAME-3")
 def test_one_input_gives_one_frame_wherever_it_lies(codec, dtype):
     for kind in ("gaussian", "escapes_over_stored_rule", "all_patterns"):
         elements = tensor_of(patterns(kind, 3 * 8192 + 5, dtype=dtype), DTYPES[dtype])
@@ -171,6 +183,7 @@ def test_one_input_gives_one_frame_wherever_it_lies(codec, dtype):
 
 
 @pytest.mark.parametrize("kind", tensors.KINDS)
+@pytest.mark.proves("FRAME-2", "FRAME-4")
 def test_training_tensors_round_trip_and_their_cost_is_told(codec, record_row, kind):
     for name in tensors.by_kind()[kind]:
         tensor = tensors.load(name)

@@ -76,6 +76,7 @@ def gather_and_check(world: World, comm: Any, dtype: str, n: int, kind: str = "g
 
 @all_gather
 @coded_dtypes
+@pytest.mark.proves("BITS-2", "BITS-3", "LAYOUT-4")
 def test_all_gather_returns_the_bits_of_every_rank(world, mode, dtype):
     world.require(operations="all_gather_into_tensor", dtypes=dtype)
     comm = world.communicator(mode)
@@ -86,6 +87,7 @@ def test_all_gather_returns_the_bits_of_every_rank(world, mode, dtype):
 
 
 @all_gather
+@pytest.mark.proves("BITS-7")
 def test_all_gather_of_other_dtypes_returns_the_bits_of_every_rank(world, mode):
     comm = world.communicator(mode)
     for dtype in others(world):
@@ -95,6 +97,7 @@ def test_all_gather_of_other_dtypes_returns_the_bits_of_every_rank(world, mode):
 
 @all_gather
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.proves("EXCH-7")
 def test_all_gather_works_in_any_world_size(world, mode):
     comm = world.communicator(mode)
     for dtype in CODED:
@@ -104,6 +107,7 @@ def test_all_gather_works_in_any_world_size(world, mode):
 
 @all_gather
 @pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.proves("OPS-5")
 def test_all_gather_of_matrices_concatenates_or_stacks(world, mode, stacked):
     if stacked:
         world.require("stacked_gather")
@@ -117,6 +121,7 @@ def test_all_gather_of_matrices_concatenates_or_stacks(world, mode, stacked):
 
 
 @all_gather
+@pytest.mark.proves("LAYOUT-3")
 def test_all_gather_in_place_leaves_the_own_slot_and_fills_the_others(world, mode):
     n = 10_007
     comm = world.communicator(mode)
@@ -147,6 +152,7 @@ def torch_op(op: str, factor: float) -> Any:
 
 @reduce_scatter
 @pytest.mark.parametrize("op", OPS)
+@pytest.mark.proves("SUM-10", "BITS-7")
 def test_reduce_scatter_of_whole_numbers_is_exact(world, mode, op):
     """Needs no order of summation, so every subject must pass it."""
     world.require(operations="reduce_scatter_tensor", reduce_ops=op)
@@ -168,6 +174,7 @@ def test_reduce_scatter_of_whole_numbers_is_exact(world, mode, op):
 @coded_dtypes
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.requires("ordered_sum")
+@pytest.mark.proves("SUM-1")
 def test_reduce_scatter_is_the_ordered_sum(world, mode, dtype, op):
     world.require(operations="reduce_scatter_tensor", dtypes=dtype, reduce_ops=op)
     comm = world.communicator(mode)
@@ -183,6 +190,7 @@ def test_reduce_scatter_is_the_ordered_sum(world, mode, dtype, op):
 @reduce_scatter
 @pytest.mark.ranks(1, 2, 3)
 @pytest.mark.requires("ordered_sum")
+@pytest.mark.proves("SUM-1", "EXCH-7")
 def test_reduce_scatter_is_the_ordered_sum_in_any_world_size(world, mode):
     comm = world.communicator(mode)
     for dtype in CODED:
@@ -195,6 +203,7 @@ def test_reduce_scatter_is_the_ordered_sum_in_any_world_size(world, mode):
 
 
 @all_to_all
+@pytest.mark.proves("OPS-6", "BITS-7")
 def test_all_to_all_sends_each_piece_to_its_rank(world, mode):
     comm = world.communicator(mode)
     for dtype, n in itertools.product([*CODED, *others(world)], COUNTS):
@@ -241,6 +250,7 @@ def exchange_rows(world: World, comm: Any, dtype: str, rows: Callable[[int, int]
 
 @all_to_all
 @pytest.mark.parametrize("splits", SPLITS)
+@pytest.mark.proves("LOAD-1", "LOAD-2")
 def test_all_to_all_with_uneven_and_zero_splits(world, splits):
     """In every mode: communicators of all of them live at once."""
     for mode in world.subject.capabilities.modes:
@@ -251,6 +261,7 @@ def test_all_to_all_with_uneven_and_zero_splits(world, splits):
 
 @all_to_all
 @pytest.mark.ranks(1, 2, 3)
+@pytest.mark.proves("LOAD-1", "EXCH-7")
 def test_all_to_all_with_uneven_splits_in_any_world_size(world, mode):
     comm = world.communicator(mode)
     for name in ("each_pair_another", "silent_sender", "all_zero"):
@@ -258,6 +269,7 @@ def test_all_to_all_with_uneven_splits_in_any_world_size(world, mode):
 
 
 @all_to_all
+@pytest.mark.proves("LOAD-1", "BITS-7")
 def test_all_to_all_with_uneven_splits_of_other_dtypes(world, mode):
     comm = world.communicator(mode)
     for dtype, name in itertools.product(others(world), ("each_pair_another", "silent_receiver")):
@@ -265,6 +277,7 @@ def test_all_to_all_with_uneven_splits_of_other_dtypes(world, mode):
 
 
 @all_to_all
+@pytest.mark.proves("LOAD-2")
 def test_ranks_without_rows_take_part_again_in_the_way_back(world, mode):
     """Dispatch to experts and combine: a rank that got nothing must neither run ahead nor be waited for."""
     comm = world.communicator(mode)
@@ -303,6 +316,7 @@ def issue(
 
 
 @every_operation
+@pytest.mark.proves("WORK-1")
 def test_sync_call_returns_none_with_the_output_done(world, mode, operation):
     returned, check = issue(world, world.communicator(mode), operation)
     assert returned is None, f"{operation} without async_op must return None, got {returned!r}"
@@ -310,6 +324,7 @@ def test_sync_call_returns_none_with_the_output_done(world, mode, operation):
 
 
 @every_operation
+@pytest.mark.proves("WORK-1", "WORK-3")
 def test_async_call_returns_a_work_that_completes(world, mode, operation):
     work, check = issue(world, world.communicator(mode), operation, async_op=True)
     assert hasattr(work, "wait"), f"{operation} with async_op must return a Work, got {work!r}"
@@ -320,6 +335,7 @@ def test_async_call_returns_a_work_that_completes(world, mode, operation):
 
 
 @every_operation
+@pytest.mark.proves("WORK-2")
 def test_a_second_wait_returns_at_once(world, mode, operation):
     work, check = issue(world, world.communicator(mode), operation, async_op=True)
     work.wait()
@@ -328,12 +344,14 @@ def test_a_second_wait_returns_at_once(world, mode, operation):
 
 
 @every_operation
+@pytest.mark.proves("EXCH-6")
 def test_many_calls_in_a_row_give_each_its_own_data(world, mode, operation):
     comm = world.communicator(mode)
     for seed in range(12):
         issue(world, comm, operation, seed, n=517)[1]()
 
 
+@pytest.mark.proves("EXCH-6")
 def test_calls_of_all_kinds_in_flight_together(world, mode):
     comm = world.communicator(mode)
     operations = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single") * 3
@@ -345,6 +363,7 @@ def test_calls_of_all_kinds_in_flight_together(world, mode):
 
 
 @pytest.mark.operation("barrier")
+@pytest.mark.proves("EXCH-8")
 def test_barrier_returns_only_when_the_last_rank_has_come(world, mode):
     comm = world.communicator(mode)
     world.barrier_store("before")
@@ -359,12 +378,14 @@ def test_barrier_returns_only_when_the_last_rank_has_come(world, mode):
 
 
 @pytest.mark.operation("barrier")
+@pytest.mark.proves("WORK-1", "WORK-3")
 def test_async_barrier_returns_a_work(world, mode):
     work = world.communicator(mode).barrier(async_op=True)
     work.wait()
     assert work.is_completed() is True
 
 
+@pytest.mark.proves("EXCH-9")
 def test_close_twice_and_a_new_communicator_after_it(world, mode):
     first = world.communicator(mode)
     gather_and_check(world, first, "bfloat16", 100)
@@ -374,6 +395,7 @@ def test_close_twice_and_a_new_communicator_after_it(world, mode):
 
 
 @pytest.mark.requires("decides")
+@pytest.mark.proves("TELL-1", "TELL-2")
 def test_last_decision_and_stats_tell_what_was_done(world, mode):
     comm = world.communicator(mode)
     assert comm.last_decision is None, f"before the first call last_decision must be None, got {comm.last_decision}"
@@ -394,6 +416,7 @@ def test_last_decision_and_stats_tell_what_was_done(world, mode):
 
 
 @pytest.mark.requires("decides")
+@pytest.mark.proves("TELL-3")
 def test_dtypes_that_are_not_coded_run_native_and_say_so(world, mode):
     comm = world.communicator(mode)
     for dtype in sorted(set(others(world)) - world.subject.capabilities.coded_dtypes):
@@ -456,6 +479,7 @@ RIGHT = {"all_gather": _gather(4), "reduce_scatter": _scatter(4), "all_to_all": 
 
 @pytest.mark.requires("checks_arguments")
 @pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.proves("ARGS-1")
 def test_wrong_arguments_are_one_value_error_on_every_rank(world, wrong):
     right = next(call for name, call in RIGHT.items() if wrong.startswith(name))
     refused(world, wrong, WRONG[wrong])
@@ -486,6 +510,7 @@ DISAGREEMENTS: dict[str, Callable[[World, Any, bool], None]] = {
 
 @pytest.mark.requires("checks_arguments")
 @pytest.mark.parametrize("what", DISAGREEMENTS)
+@pytest.mark.proves("ARGS-2")
 def test_ranks_that_disagree_get_one_error_on_every_rank(world, what):
     comm = world.communicator()
     odd = world.rank == world.world_size - 1
@@ -496,6 +521,7 @@ def test_ranks_that_disagree_get_one_error_on_every_rank(world, what):
 # ------------------------------------------------------------------------------------------------ groups, layouts
 
 
+@pytest.mark.proves("EXCH-3")
 def test_two_subgroups_at_once_keep_their_data_apart(world, mode):
     everyone = list(range(world.world_size))
     parts = [[r for r in everyone if r % 2 == k] for k in (0, 1) if len(everyone) > k]
@@ -508,6 +534,7 @@ def test_two_subgroups_at_once_keep_their_data_apart(world, mode):
         issue(part, comm, "all_to_all_single", 10 * k + seed)[1]()
 
 
+@pytest.mark.proves("EXCH-3")
 def test_a_subgroup_in_another_order_of_calls_than_the_world(world, mode):
     """Members and others interleave their calls differently: groups must not wait for each other."""
     everyone = list(range(world.world_size))
@@ -524,6 +551,7 @@ def test_a_subgroup_in_another_order_of_calls_than_the_world(world, mode):
         gather_and_check(world, comm, "bfloat16", 777, seed=2)
 
 
+@pytest.mark.proves("EXCH-5")
 def test_several_communicators_on_one_group_keep_their_data_apart(world, mode):
     comms = [world.communicator(mode) for _ in range(3)]
     for seed in range(4):
@@ -535,6 +563,7 @@ def test_several_communicators_on_one_group_keep_their_data_apart(world, mode):
             check()
 
 
+@pytest.mark.proves("EXCH-5")
 def test_communicators_of_different_modes_live_together(world):
     comms = [world.communicator(mode) for mode in world.subject.capabilities.modes]
     for seed in range(2):
@@ -543,6 +572,7 @@ def test_communicators_of_different_modes_live_together(world):
 
 
 @every_operation
+@pytest.mark.proves("BITS-4")
 def test_any_storage_offset_gives_the_same_bits(world, operation):
     if operation == "reduce_scatter_tensor":
         world.require("ordered_sum")
@@ -581,6 +611,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @every_operation
 @pytest.mark.requires("any_layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.proves("LAYOUT-1")
 def test_inputs_that_are_not_contiguous_are_taken_in_their_logical_order(world, operation, layout):
     size, me = world.world_size, world.rank
     total = 96 * size
@@ -616,6 +647,7 @@ def test_inputs_that_are_not_contiguous_are_taken_in_their_logical_order(world, 
 
 @all_gather
 @pytest.mark.requires("any_layout")
+@pytest.mark.proves("LAYOUT-2", "LAYOUT-4")
 def test_an_output_that_is_not_contiguous_is_filled_in_its_logical_order(world, mode):
     n, size = 501, world.world_size
     comm = world.communicator(mode)

@@ -20,6 +20,7 @@ def digest(codec, words: np.ndarray) -> int:
     return int.from_bytes(frame[24:32].tobytes(), "little")
 
 
+@pytest.mark.proves("DIGEST-1")
 def test_a_swap_of_two_blocks_of_equal_sums_is_seen(codec):
     a, b = patterns("gaussian", BLOCK_WORDS, 0), patterns("gaussian", BLOCK_WORDS, 1)
     # Weights 2i + 1 over the frame: make the plain sums of both blocks equal, in one word that has room for it.
@@ -31,12 +32,14 @@ def test_a_swap_of_two_blocks_of_equal_sums_is_seen(codec):
     assert digest(codec, np.concatenate([a, b])) != digest(codec, np.concatenate([b, a]))
 
 
+@pytest.mark.proves("DIGEST-1")
 def test_rows_permuted_by_whole_blocks_are_seen(codec):
     rows = [patterns("gaussian", BLOCK_WORDS, r) for r in range(4)]
     seen = {digest(codec, np.concatenate(np.roll(rows, k, axis=0))) for k in range(4)}
     assert len(seen) == 4
 
 
+@pytest.mark.proves("DIGEST-1")
 def test_two_rows_with_one_equal_word_swapped_are_seen(codec):
     a, b = np.zeros(BLOCK_WORDS, np.uint16), np.zeros(BLOCK_WORDS, np.uint16)
     a[5], b[4000] = 0x3F80, 0x3F80
@@ -44,6 +47,7 @@ def test_two_rows_with_one_equal_word_swapped_are_seen(codec):
     assert digest(codec, a) != digest(codec, b)
 
 
+@pytest.mark.proves("DIGEST-2")
 def test_three_bit_flips_that_cancel_under_linear_weights_are_seen(codec):
     words = patterns("gaussian", BLOCK_WORDS)
     words[[0, 2, 4]] = 0x3F00, 0x3F02, 0x3F00
@@ -53,6 +57,7 @@ def test_three_bit_flips_that_cancel_under_linear_weights_are_seen(codec):
     assert digest(codec, words) != before
 
 
+@pytest.mark.proves("DIGEST-3")
 def test_no_two_units_of_a_block_have_the_same_weight(codec):
     # One bit in a block of zeros: equal weights would give equal digests. Neighbours, and pairs far apart.
     seen: dict[int, int] = {}
@@ -63,10 +68,12 @@ def test_no_two_units_of_a_block_have_the_same_weight(codec):
         assert other == k, f"units {other} and {k} weigh the same"
 
 
+@pytest.mark.proves("DIGEST-4")
 def test_zeros_do_not_give_zero(codec):
     assert all(digest(codec, np.zeros(n, np.uint16)) for n in (0, 1, 8, BLOCK_WORDS, 3 * BLOCK_WORDS))
 
 
+@pytest.mark.proves("DIGEST-4")
 def test_a_word_and_the_word_with_a_zero_behind_it_differ(codec):
     assert digest(codec, np.array([5], np.uint16)) != digest(codec, np.array([5, 0], np.uint16))
     zeros = [digest(codec, np.zeros(n, np.uint16)) for n in range(1, 40)]
@@ -75,6 +82,7 @@ def test_a_word_and_the_word_with_a_zero_behind_it_differ(codec):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.proves("DIGEST-3")
 def test_two_unequal_units_of_a_block_swapped_are_seen(codec, dtype):
     words = patterns("gaussian", BLOCK_WORDS, dtype=dtype)
     before = digest(codec, words)
@@ -88,6 +96,7 @@ def test_two_unequal_units_of_a_block_swapped_are_seen(codec, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.proves("DIGEST-2")
 def test_every_flipped_bit_of_a_unit_is_seen(codec, dtype):
     words = patterns("gaussian", 100, dtype=dtype)
     before = digest(codec, words)
@@ -98,6 +107,7 @@ def test_every_flipped_bit_of_a_unit_is_seen(codec, dtype):
             assert digest(codec, changed) != before, f"bit {bit} of element {i}"
 
 
+@pytest.mark.proves("DIGEST-4")
 def test_the_low_halves_of_float32_count(codec):
     words = patterns("widened:gaussian", BLOCK_WORDS + 9, dtype="float32")
     changed = words.copy()
@@ -105,6 +115,7 @@ def test_the_low_halves_of_float32_count(codec):
     assert digest(codec, changed) != digest(codec, words)
 
 
+@pytest.mark.proves("DIGEST-4")
 def test_the_dtype_counts(codec):
     narrow = patterns("gaussian", 64)
     wide = narrow.astype(np.uint32) << 16

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from conformance.exercise import OPERATIONS, Issued, inputs_of_all, issue, needs
+from conformance.exercise import FURTHER, OPERATIONS, Issued, inputs_of_all, issue, needs, supported
 
 N = 12_000
 
@@ -22,6 +22,7 @@ def start(world, comm, operation: str, seed: int, n: int = N, kind: str = "index
 
 
 @every_operation
+@pytest.mark.proves("EXCH-1")
 def test_waits_in_reverse_order_on_some_ranks_give_each_call_its_own_data(world, mode, operation):
     needs(world, operation)
     comm = world.communicator(mode)
@@ -32,6 +33,7 @@ def test_waits_in_reverse_order_on_some_ranks_give_each_call_its_own_data(world,
 
 
 @every_operation
+@pytest.mark.proves("EXCH-2")
 def test_a_wait_behind_a_barrier_of_another_group_is_no_deadlock(world, mode, operation):
     needs(world, operation)
     a, b = world.communicator(mode), world.communicator(mode)
@@ -45,6 +47,7 @@ def test_a_wait_behind_a_barrier_of_another_group_is_no_deadlock(world, mode, op
 
 
 @every_operation
+@pytest.mark.proves("EXCH-2")
 def test_a_wait_behind_a_barrier_of_torch_s_group_is_no_deadlock(world, mode, operation):
     needs(world, operation)
     comm = world.communicator(mode)
@@ -58,6 +61,7 @@ def test_a_wait_behind_a_barrier_of_torch_s_group_is_no_deadlock(world, mode, op
 
 
 @every_operation
+@pytest.mark.proves("WORK-4")
 def test_a_work_dropped_without_wait_finishes_all_the_same(world, mode, operation):
     needs(world, operation)
     comm = world.communicator(mode)
@@ -69,6 +73,7 @@ def test_a_work_dropped_without_wait_finishes_all_the_same(world, mode, operatio
     start(world, comm, operation, 2).finish()
 
 
+@pytest.mark.proves("EXCH-1", "EXCH-5")
 def test_gathers_prefetched_and_reductions_behind_them_as_in_fsdp2(world, mode):
     needs(world, "reduce_scatter_tensor")
     gathers, reductions = world.communicator(mode), world.communicator(mode)
@@ -87,6 +92,7 @@ def test_gathers_prefetched_and_reductions_behind_them_as_in_fsdp2(world, mode):
 
 
 @pytest.mark.requires("independent")
+@pytest.mark.proves("EXCH-5")
 def test_two_communicators_called_in_another_order_on_each_rank(world, mode):
     a, b = world.communicator(mode), world.communicator(mode)
     pair = [("all_gather_into_tensor", a, 1), ("all_to_all_single", b, 2)]
@@ -95,6 +101,7 @@ def test_two_communicators_called_in_another_order_on_each_rank(world, mode):
         call.finish()
 
 
+@pytest.mark.proves("EXCH-2")
 def test_torch_s_own_collectives_between_ours_are_not_disturbed(world, mode):
     comm = world.communicator(mode)
     call = start(world, comm, "all_gather_into_tensor", 1)
@@ -109,6 +116,7 @@ def test_torch_s_own_collectives_between_ours_are_not_disturbed(world, mode):
 
 
 @every_operation
+@pytest.mark.proves("EXCH-6")
 def test_calls_without_data_between_calls_with_data(world, mode, operation):
     needs(world, operation)
     comm = world.communicator(mode)
@@ -116,17 +124,26 @@ def test_calls_without_data_between_calls_with_data(world, mode, operation):
         call.finish()
 
 
-@every_operation
-def test_a_rank_that_comes_late_changes_nothing(world, operation):
-    needs(world, operation)
-    comm = world.communicator()
-    for late in range(world.world_size):
-        if world.rank == late:
-            time.sleep(0.15)
-        start(world, comm, operation, late).finish()
+@pytest.mark.proves("WORK-7")
+def test_inputs_dropped_after_the_call_live_as_long_as_it_needs_them(world, mode):
+    """The caller lets go of every tensor it passed, and takes memory of the same size, while a peer is still late."""
+    comm = world.communicator(mode)
+    world.barrier_store("together")
+    if world.rank == 0:
+        time.sleep(0.2)
+    calls = [start(world, comm, operation, k) for k, operation in enumerate(supported(world, (*OPERATIONS, *FURTHER)))]
+    others = []
+    for call in calls:
+        call.kept = None
+        others.append(np.full(world.world_size * N, 0x7FC1, np.uint16))
+    gc.collect()
+    for call in calls:
+        call.finish()
+    assert all((other == 0x7FC1).all() for other in others)
 
 
 @pytest.mark.requires("verifies")
+@pytest.mark.proves("WORK-3")
 def test_a_work_knows_when_it_is_done(world, mode):
     comm = world.communicator(mode)
     if world.rank == 0:

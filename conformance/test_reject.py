@@ -27,12 +27,14 @@ def outcome(codec, buffer: bytes | np.ndarray) -> tuple[str, np.ndarray | None]:
 
 
 @pytest.mark.parametrize("case", invalid_cases(), ids=case_id)
+@pytest.mark.proves("REJECT-1")
 def test_a_broken_frame_is_refused_as_the_law_says(codec, case):
     assert outcome(codec, case.frame)[0] == case.error, f"{case.name} (FORMAT.md {case.section})"
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "escapes_over_stored_rule"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.proves("REJECT-2")
 def test_no_flipped_bit_gives_other_words(codec, kind, dtype):
     elements = patterns(kind, 8192 + 40, dtype=dtype)
     torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
@@ -47,6 +49,7 @@ def test_no_flipped_bit_gives_other_words(codec, kind, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.proves("REJECT-3")
 def test_every_truncation_is_found(codec, dtype):
     elements = patterns("gaussian", 100, dtype=dtype)
     torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float32
@@ -55,6 +58,7 @@ def test_every_truncation_is_found(codec, dtype):
         assert outcome(codec, sound[:length])[0] == "TruncatedFrame", f"{length} of {len(sound)} bytes"
 
 
+@pytest.mark.proves("REJECT-5")
 def test_bytes_behind_a_frame_are_not_part_of_it(codec):
     elements = patterns("gaussian", 1000)
     sound = patterns_of(codec.encode(tensor_of(elements, torch.bfloat16), GAUSSIAN_EXPONENTS))
@@ -63,6 +67,7 @@ def test_bytes_behind_a_frame_are_not_part_of_it(codec):
     assert np.array_equal(words, elements)
 
 
+@pytest.mark.proves("REJECT-4")
 def test_random_bytes_are_no_frame(codec):
     rng = rng_of("no frame")
     for n in (0, 1, 127, 128, 129, 5000):

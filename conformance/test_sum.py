@@ -37,6 +37,7 @@ def all_equal(got: np.ndarray, word: int, what: str) -> None:
 
 
 @pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.proves("SUM-2")
 def test_minus_zero_of_all_ranks_stays_minus_zero(world, mode):
     got = reduce_columns(world, world.communicator(mode), [MINUS_ZERO] * world.world_size)
     all_equal(got, MINUS_ZERO, "sum of -0")
@@ -44,6 +45,7 @@ def test_minus_zero_of_all_ranks_stays_minus_zero(world, mode):
 
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("nan", [0x7F81, 0x7FFF, 0xFFC0, 0xFFFF])
+@pytest.mark.proves("SUM-5")
 def test_every_nan_becomes_one_pattern_on_any_number_of_ranks(world, nan):
     comm = world.communicator()
     for where in range(world.world_size):
@@ -55,11 +57,13 @@ def test_every_nan_becomes_one_pattern_on_any_number_of_ranks(world, nan):
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.proves("SUM-5")
 def test_infinities_of_both_signs_give_the_one_nan(world, mode):
     columns = [0x7F80, 0xFF80] * (world.world_size // 2)
     all_equal(reduce_columns(world, world.communicator(mode), columns), NAN, "inf - inf")
 
 
+@pytest.mark.proves("SUM-7")
 def test_subnormals_are_summed_though_the_caller_flushes_them(world, mode):
     had = np.float32(1e-40) * np.float32(0.5) == 0
     if world.rank % 2 == 0:
@@ -77,6 +81,7 @@ def test_subnormals_are_summed_though_the_caller_flushes_them(world, mode):
 
 
 @pytest.mark.ranks(3, 4)
+@pytest.mark.proves("SUM-3")
 def test_one_rounding_at_the_end_and_not_one_an_addition(world, mode):
     # 256 + 1 + 1 (+ 0): rounded to bfloat16 after each addition it would stay 256.
     columns = [0x4380, ONE, ONE, 0][: world.world_size]
@@ -84,6 +89,7 @@ def test_one_rounding_at_the_end_and_not_one_an_addition(world, mode):
 
 
 @pytest.mark.ranks(3, 4)
+@pytest.mark.proves("SUM-4")
 def test_the_order_is_rank_order(world, mode):
     big, minus_big = 0x7F00, 0xFF00
     comm = world.communicator(mode)
@@ -94,6 +100,7 @@ def test_the_order_is_rank_order(world, mode):
 
 
 @pytest.mark.ranks(2, 3, 4)
+@pytest.mark.proves("SUM-6")
 def test_a_fused_multiply_add_would_show(world, mode):
     # x·f is rounded to float32 before it is added: 1 + 2^-23 squared has bits beyond float32 that an FMA would keep.
     comm = world.communicator(mode)
@@ -106,6 +113,7 @@ def test_a_fused_multiply_add_would_show(world, mode):
     assert_same_bits(got, ordered_sum([i[:5] for i in inputs], "premul_sum", factor), "premultiplied sum")
 
 
+@pytest.mark.proves("SUM-11")
 def test_premul_sum_by_a_half_is_not_zero(world, mode):
     columns = [0x3F80, 0x4000, 0x4040, 0x4080][: world.world_size]
     got = reduce_columns(world, world.communicator(mode), columns, PremulSum(0.5))
@@ -113,6 +121,7 @@ def test_premul_sum_by_a_half_is_not_zero(world, mode):
     all_equal(got, int(patterns_of(torch.tensor([total], dtype=torch.bfloat16))[0]), "half of 1 + 2 + …")
 
 
+@pytest.mark.proves("SUM-11")
 def test_avg_is_the_mean_and_not_the_sum(world, mode):
     got = reduce_columns(world, world.communicator(mode), [0x40A0] * world.world_size, dist.ReduceOp.AVG)
     all_equal(got, 0x40A0, "mean of fives")
@@ -120,6 +129,7 @@ def test_avg_is_the_mean_and_not_the_sum(world, mode):
 
 @pytest.mark.parametrize("op", ["sum", "avg", "premul_sum"])
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.proves("SUM-12")
 def test_the_bits_are_the_same_whichever_way_the_words_went(world, op, dtype):
     torch_op = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "premul_sum": PremulSum(1 / 3)}[op]
     n = 9001
@@ -129,6 +139,7 @@ def test_the_bits_are_the_same_whichever_way_the_words_went(world, op, dtype):
         assert_same_bits(reduce_inputs(world, world.communicator(mode), inputs, torch_op), want, f"{op} in {mode}")
 
 
+@pytest.mark.proves("SUM-9")
 def test_a_sum_does_not_depend_on_what_else_is_in_the_tensor(world):
     comm = world.communicator()
     n = 8192 + 5
@@ -143,6 +154,7 @@ def test_a_sum_does_not_depend_on_what_else_is_in_the_tensor(world):
         assert_same_bits(together[k * n : (k + 1) * n], alone, f"piece {k} summed alone")
 
 
+@pytest.mark.proves("SAME-4")
 def test_every_run_gives_the_same_bits(world, mode):
     comm = world.communicator(mode)
     inputs = inputs_of_all("reduce_scatter_tensor", "two_gaussians", 5003, world.world_size, "bfloat16")
