@@ -19,6 +19,9 @@ from .point_to_point import TAGS, Channels
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
 
 
+LEAST_MEETING_S = 10.0
+
+
 class Communicator:
     """Collectives over the ranks of a process group that compress what they send without losing a bit.
 
@@ -39,7 +42,7 @@ class Communicator:
     Raises:
         InvalidArgument: not a member of the group, or not a Policy.
         PeerError: the ranks differ in policy, frame version or size.
-        RankTimeout: a rank did not make its Communicator within policy.timeout_s.
+        RankTimeout: a rank did not make its Communicator within policy.timeout_s, or 10 s if that is less.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, policy: Policy | None = None) -> None:
@@ -54,8 +57,9 @@ class Communicator:
             )
         self._rank, self._size = group.rank(), group.size()
         self._policy, self._group = policy, group
-        board = Board(group_store(group, policy.timeout_s), self._rank, self._size)
-        board.agree(facts(policy, self._size), policy.timeout_s)
+        patience_s = max(policy.timeout_s, LEAST_MEETING_S)
+        board = Board(group_store(group, patience_s), self._rank, self._size)
+        board.agree(facts(policy, self._size), patience_s)
         self._exchange = Exchange(board, self._rank, self._size, policy)
         self._channels = Channels(self._exchange)
         self._closed = False
@@ -96,16 +100,7 @@ class Communicator:
             slots = [flat_out.narrow(0, r * n, n) for r in range(self._size)]
             in_place = input_tensor.is_contiguous() and input_tensor.data_ptr() == slots[self._rank].data_ptr()
             flat_in = input_tensor.detach().reshape(-1) if in_place else _flat_input(input_tensor, output_tensor)
-            return [
-                Call(
-                    dtype=flat_in.dtype,
-                    total_words=n,
-                    sends=[flat_in] * self._size,
-                    receives=slots,
-                    same_for_all=True,
-                    finish=finish,
-                )
-            ]
+            return [self._gathering(flat_in, slots, n, finish)]
 
         return self._issue("all_gather_into_tensor", build, async_op)
 
@@ -203,17 +198,7 @@ class Communicator:
             outputs = self._check_list("tensor_list", tensor_list, tensor)
             flat_in = _flat_input(tensor, *outputs)
             slots, finish = _flat_outputs(outputs)
-            n = flat_in.numel()
-            return [
-                Call(
-                    dtype=flat_in.dtype,
-                    total_words=n,
-                    sends=[flat_in] * self._size,
-                    receives=slots,
-                    same_for_all=True,
-                    finish=finish,
-                )
-            ]
+            return [self._gathering(flat_in, slots, flat_in.numel(), finish)]
 
         return self._issue("all_gather", build, async_op)
 
@@ -252,15 +237,7 @@ class Communicator:
                 return [native]
             mine = shards[self._rank]
             reduction = self._reduction(spec, shards, flat, mine)
-            gather = Call(
-                dtype=flat.dtype,
-                total_words=n,
-                sends=[mine] * self._size,
-                receives=shards,
-                same_for_all=True,
-                finish=finish,
-            )
-            return [reduction, gather]
+            return [reduction, self._gathering(mine, shards, n, finish)]
 
         return self._issue("all_reduce", build, async_op)
 
@@ -281,13 +258,11 @@ class Communicator:
 
         def build() -> list[Call]:
             root = self._root("src", src, group_src)
-            _check_pair(tensor, tensor)
-            nothing = torch.empty(0, dtype=tensor.dtype)
-            call = Call(dtype=tensor.dtype, total_words=tensor.numel(), root=root, same_for_all=True)
-            call.sends, call.receives = [nothing] * self._size, [nothing] * self._size
+            call = self._rooted(tensor, root)
+            call.same_for_all = True
             if self._rank == root:
                 flat = _flat_input(tensor)
-                call.sends = [nothing if r == root else flat for r in range(self._size)]
+                call.sends = [call.sends[root] if r == root else flat for r in range(self._size)]
             else:
                 call.receives[root], call.finish = _flat_output(tensor)
             return [call]
@@ -315,10 +290,7 @@ class Communicator:
 
         def build() -> list[Call]:
             root = self._root("src", src, group_src)
-            _check_pair(tensor, tensor)
-            nothing = torch.empty(0, dtype=tensor.dtype)
-            call = Call(dtype=tensor.dtype, total_words=tensor.numel(), root=root)
-            call.sends, call.receives = [nothing] * self._size, [nothing] * self._size
+            call = self._rooted(tensor, root)
             call.receives[root], call.finish = _flat_output(tensor)
             if self._rank == root:
                 inputs = self._check_list("scatter_list", scatter_list, tensor)
@@ -352,10 +324,7 @@ class Communicator:
 
         def build() -> list[Call]:
             root = self._root("dst", dst, group_dst)
-            _check_pair(tensor, tensor)
-            nothing = torch.empty(0, dtype=tensor.dtype)
-            call = Call(dtype=tensor.dtype, total_words=tensor.numel(), root=root)
-            call.sends, call.receives = [nothing] * self._size, [nothing] * self._size
+            call = self._rooted(tensor, root)
             outputs: list[torch.Tensor] = []
             if self._rank == root:
                 outputs = self._check_list("gather_list", gather_list, tensor)
@@ -615,6 +584,27 @@ class Communicator:
         if self._policy.reduction == "native" and not self._policy.codes(name, raw_bytes):
             return 'reduction="native", and the call is not coded'
         return ""
+
+    def _rooted(self, tensor: torch.Tensor, root: int) -> Call:
+        """A call about one rank, with nothing to send or receive yet."""
+        _check_pair(tensor, tensor)
+        nothing = torch.empty(0, dtype=tensor.dtype)
+        call = Call(dtype=tensor.dtype, total_words=tensor.numel(), root=root)
+        call.sends, call.receives = [nothing] * self._size, [nothing] * self._size
+        return call
+
+    def _gathering(
+        self, mine: torch.Tensor, slots: list[torch.Tensor], total_words: int, finish: Callable[[], None]
+    ) -> Call:
+        """Send every rank the same, and fill the slots with what they send."""
+        return Call(
+            dtype=mine.dtype,
+            total_words=total_words,
+            sends=[mine] * self._size,
+            receives=slots,
+            same_for_all=True,
+            finish=finish,
+        )
 
     def _reduction(
         self,
