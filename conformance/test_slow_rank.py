@@ -1,4 +1,4 @@
-"""Each rank in turn is late. Nothing changes but the time; too late, and all say who; in time, and all know how late."""
+"""Each rank in turn is late: nothing but the time changes. Too late, and all say who; in time, all know how much."""
 
 from __future__ import annotations
 
