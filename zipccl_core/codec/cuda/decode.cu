@@ -49,7 +49,16 @@ __device__ __forceinline__ void feed_decoders(const JobTable& table, DecodeShare
         load_block<ELEMENT_BYTES>(shared, s, load.source, block, load.job.words(block), load.entries);
         load.seek(jobs, load.tile + gridDim.x, tiles);
     }
+    // one tile is counted while the one before it is being worked on
+    StageCursor<DECODE_STAGES> next;
+    JobTiles next_job;
+    u32 next_tile = blockIdx.x;
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, cursor.advance()) {
+        for (; next_tile < tiles && next_tile <= tile + gridDim.x; next_tile += gridDim.x, next.advance()) {
+            if (!next_job.holds(next_tile)) next_job.seek(jobs, next_tile);
+            wait_barrier(&shared.stages.loaded[next.stage], next.parity);
+            count_escapes(shared, next.stage, shared.plan[next.stage], next_job.words(next_tile - next_job.first_tile));
+        }
         const u32 s = cursor.stage;
         wait_barrier(&shared.stages.empty[s], cursor.parity);
         const BlockPlan plan = shared.plan[s];
@@ -78,7 +87,8 @@ __device__ __forceinline__ void decode_blocks(const JobTable& table, DecodeShare
                                               ReadScratch* scratch) {
     typedef typename UnsignedOf<ELEMENT_BYTES>::type Element;
     constexpr u32 OUTPUTS = DECODE_OUTPUTS<ELEMENT_BYTES>;
-    const u32 lane = lane_of(), warp = warp_of(), tiles = table.tiles;
+    const Place<false> place;
+    const u32 lane = place.lane(), warp = place.warp(), tiles = table.tiles;
     const FrameJob* jobs = table.all();
     JobTiles job;
     u64 out = 0;
@@ -95,15 +105,16 @@ __device__ __forceinline__ void decode_blocks(const JobTable& table, DecodeShare
         u8* elements = shared.elements[output];
         output = OUTPUTS == 2 ? output ^ 1 : 0;
         wait_barrier(&shared.stages.loaded[cursor.stage], cursor.parity);
-        rebuild_words<ELEMENT_BYTES, OUTPUTS - 1>(shared, elements, cursor.stage, block, m, codes, cursor.parity,
-                                                  scratch, job.job);
+        wait_barrier(&shared.counted[cursor.stage], cursor.parity);
+        rebuild_words<ELEMENT_BYTES, OUTPUTS - 1>(shared, place, elements, cursor.stage, block, m, codes, scratch,
+                                                  job.job);
         u64 sum = 0;
 #pragma unroll
         for (u32 slot = 0; slot < 4; ++slot)
 #pragma unroll
             for (u32 q = 0; q < ELEMENT_BYTES / 2; ++q)
-                sum += weighted(*(const uint4*)(elements + chunk_offset<ELEMENT_BYTES>(slot) + q * 16),
-                                weights_of<ELEMENT_BYTES>(slot, q));
+                sum += weighted(*(const uint4*)(elements + place.chunk[slot] * ELEMENT_BYTES + q * 16),
+                                weights_of<ELEMENT_BYTES>(place.thread, slot, q));
         shared.stages.put_sum(cursor.stage, sum);
         shared.stages.leave(cursor.stage);
 

@@ -123,8 +123,20 @@ __device__ __forceinline__ void feed_reducers(const JobTable& table, ReduceShare
         load.advance(ranks);
         load.ask(shared, jobs, tiles);
     }
+    // one term is counted while the one before it is being worked on
+    StageCursor<REDUCE_STAGES<ELEMENT_BYTES>> next;
+    u32 next_tile = blockIdx.x, next_rank = 0, ahead = 0;
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x)
-        for (u32 rank = 0; rank < ranks; ++rank, cursor.advance()) {
+        for (u32 rank = 0; rank < ranks; ++rank, cursor.advance(), --ahead) {
+            for (; next_tile < tiles && ahead < 2; ++ahead, next.advance()) {
+                wait_barrier(&shared.stages.loaded[next.stage], next.parity);
+                if (next_rank < KEPT_RANKS ? shared.tag[next_rank] : jobs[next_rank].frame)
+                    count_escapes(shared, next.stage, shared.plan[next.stage],
+                                  next_tile < full_blocks ? BLOCK_WORDS : rest);
+                else
+                    arrive(&shared.counted[next.stage]);
+                if (++next_rank == ranks) next_rank = 0, next_tile += gridDim.x;
+            }
             const u32 s = cursor.stage;
             wait_barrier(&shared.stages.empty[s], cursor.parity);
             const BlockPlan plan = shared.plan[s];
@@ -156,12 +168,12 @@ __device__ __forceinline__ void reduce_blocks(const JobTable& table, ReduceShare
                                               float factor, ReadScratch* scratch) {
     typedef typename UnsignedOf<ELEMENT_BYTES>::type Element;
     const FrameJob* jobs = table.all();
-    const u32 lane = lane_of(), warp = warp_of(), ranks = table.jobs, tiles = table.tiles;
+    const Place<ELEMENT_BYTES == 2> place;
+    const u32 lane = place.lane(), warp = place.warp(), ranks = table.jobs, tiles = table.tiles;
     const u64 n = jobs[0].n;
     const u32 full_blocks = u32(n / BLOCK_WORDS), rest = u32(n % BLOCK_WORDS), first = warp * WARP_WORDS;
     const double divisor = factor, reciprocal = SCALE == SCALE_AVERAGE ? 1.0 / divisor : 0;
     StageCursor<REDUCE_STAGES<ELEMENT_BYTES>> cursor;
-    u32 counted = 0;  // parity of each stage's counts: plain words have none
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const u32 m = tile < full_blocks ? BLOCK_WORDS : rest;
         float acc[THREAD_WORDS];  // from -0 on: fl32(-0 + x) is x, whatever x is, and -0 remains -0
@@ -172,18 +184,18 @@ __device__ __forceinline__ void reduce_blocks(const JobTable& table, ReduceShare
             const u32 stage = cursor.stage;
             const u64 tag = rank < KEPT_RANKS ? shared.tag[rank] : tag_of(jobs[rank]);
             wait_barrier(&shared.stages.loaded[stage], cursor.parity);
-            u32 place = u32(shared.elements[0] - shared.stage[0]);  // of the elements
+            wait_barrier(&shared.counted[stage], cursor.parity);
+            u32 begin = u32(shared.elements[0] - shared.stage[0]);  // of the elements
             if (tag) {
-                rebuild_words<ELEMENT_BYTES, 0>(shared, shared.elements[0], stage, tile, m, Codes(tag & ~FRAME_TAG),
-                                                counted >> stage & 1, scratch, rank);
-                counted ^= 1u << stage;
+                rebuild_words<ELEMENT_BYTES, 0>(shared, place, shared.elements[0], stage, tile, m,
+                                                Codes(tag & ~FRAME_TAG), scratch, rank);
             } else {
-                place = u32(shared.stage[stage] - shared.stage[0]);
+                begin = u32(shared.stage[stage] - shared.stage[0]);
                 const u64 words = jobs[rank].words + u64(tile) * (BLOCK_WORDS * ELEMENT_BYTES);
                 if (!words_load_ahead<ELEMENT_BYTES>(words, m)) {
 #pragma unroll 1
                     for (u32 i = first + lane; i < first + WARP_WORDS && i < m; i += 32)
-                        ((Element*)(shared.stage[0] + place))[i] = ((const Element*)words)[i];
+                        ((Element*)(shared.stage[0] + begin))[i] = ((const Element*)words)[i];
                     __syncwarp();
                 }
             }
@@ -193,8 +205,9 @@ __device__ __forceinline__ void reduce_blocks(const JobTable& table, ReduceShare
             for (u32 slot = 0; slot < 4; ++slot)
 #pragma unroll
                 for (u32 q = 0; q < ELEMENT_BYTES / 2; ++q) {
-                    const uint4 x = *(const uint4*)(shared.stage[0] + place + chunk_offset<ELEMENT_BYTES>(slot) + q * 16);
-                    sum += weighted(x, weights_of<ELEMENT_BYTES>(slot, q));
+                    const uint4 x =
+                        *(const uint4*)(shared.stage[0] + begin + place.chunk[slot] * ELEMENT_BYTES + q * 16);
+                    sum += weighted(x, weights_of<ELEMENT_BYTES>(place.thread, slot, q));
                     const u32 raw[4] = {x.x, x.y, x.z, x.w};
                     float* a = &acc[slot * 8 + q * (16 / ELEMENT_BYTES)];
 #pragma unroll
@@ -235,7 +248,7 @@ __device__ __forceinline__ void reduce_blocks(const JobTable& table, ReduceShare
 #pragma unroll
             for (u32 q = 0; q < ELEMENT_BYTES / 2; ++q) {
                 const u32* x = &rounded[(slot * (ELEMENT_BYTES / 2) + q) * 4];
-                *(uint4*)(shared.elements[0] + chunk_offset<ELEMENT_BYTES>(slot) + q * 16) =
+                *(uint4*)(shared.elements[0] + place.chunk[slot] * ELEMENT_BYTES + q * 16) =
                     make_uint4(x[0], x[1], x[2], x[3]);
             }
         publish_to_stores();

@@ -15,7 +15,7 @@ constexpr u32 PACK_THREADS = 512;
 constexpr u32 SLOT_BYTES = ZIPCCL_SLOT_BYTES / WARPS;
 constexpr u32 COUNT_FIELD = 0x7fff;
 constexpr u32 LOW_FLAG = 0x8000;  // in the first count of a tile
-static_assert(SLOT_BYTES % 16 == 0 && SLOT_BYTES <= WARP_WORDS, "bulk stores of whole 16 bytes");
+static_assert(SLOT_BYTES == 32 * 16, "a lane stores 16 bytes of a slot");
 
 // Escapes of the eight warps of a tile.
 struct alignas(16) TileCounts {
@@ -125,7 +125,8 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
     auto& shared = *reinterpret_cast<EncodeShared<ELEMENT_BYTES>*>(shared_bytes);
     typedef typename UnsignedOf<ELEMENT_BYTES>::type Element;
 
-    const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of(), rotation = slot_rotation();
+    const Place<false> place;
+    const u32 t = place.thread, lane = place.lane(), warp = place.warp(), rotation = place.rotation;
     if (t == 0) {
         shared.stages.init();
         publish_barriers();
@@ -179,22 +180,22 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
 #pragma unroll
             for (u32 odd = 0; odd < 2; ++odd) {
                 const u32 slot = pair * 2 + odd;
-                const u8* chunk = elements + chunk_offset<ELEMENT_BYTES>(slot);
+                const u8* chunk = elements + place.chunk[slot] * ELEMENT_BYTES;
                 if (ELEMENT_BYTES == 2) {
                     const uint4 x = *(const uint4*)chunk;
-                    sum += weighted(x, weights_of<ELEMENT_BYTES>(slot, 0));
+                    sum += weighted(x, weights_of<ELEMENT_BYTES>(t, slot, 0));
                     v[odd][0] = x.x, v[odd][1] = x.y, v[odd][2] = x.z, v[odd][3] = x.w;
                 } else {
 #pragma unroll
                     for (u32 half = 0; half < 2; ++half) {
                         const uint4 x = *(const uint4*)(chunk + half * 16);
-                        sum += weighted(x, weights_of<ELEMENT_BYTES>(slot, half));
+                        sum += weighted(x, weights_of<ELEMENT_BYTES>(t, slot, half));
                         low |= x.x | x.y | x.z | x.w;
                         v[odd][half * 2] = bytes_of(x.x, x.y, 0x7632);
                         v[odd][half * 2 + 1] = bytes_of(x.z, x.w, 0x7632);
                     }
                 }
-                *(uint2*)(&shared.sign_mantissa[0][0] + t * 32 + ((slot + rotation) & 3) * 8) =
+                *(uint2*)(&shared.sign_mantissa[0][0] + place.chunk[slot]) =
                     make_uint2(sign_mantissa_of(v[odd][0], v[odd][1]), sign_mantissa_of(v[odd][2], v[odd][3]));
             }
             merge_exponents(v[0], v[1], &exponents[pair * 4]);
@@ -205,7 +206,7 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
             code_planes_of_run(plane, (codes.low >> 8) - 1, code);
         else
             code_planes_of_set(plane, shared.unlike[warp], code);
-        const u32 valid = valid_words(m);
+        const u32 valid = valid_words(t, m);
 #pragma unroll
         for (u32 p = 0; p < 3; ++p) {
             u32 turned = in_slot_order(code[p]);
@@ -248,9 +249,9 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
 #pragma unroll 1
             for (u32 i = used + t; i < align128(used); i += THREADS) bytes[i] = 0;
         }
-        if (total <= SLOT_BYTES)
-            store_piece((u64)slots + u64(tile) * ZIPCCL_SLOT_BYTES + warp * SLOT_BYTES, shared.escapes[warp],
-                        (total + 15) & ~15u);
+        if (total <= SLOT_BYTES && lane * 16 < total)
+            *(uint4*)(slots + u64(tile) * ZIPCCL_SLOT_BYTES + warp * SLOT_BYTES + lane * 16) =
+                *(const uint4*)(shared.escapes[warp] + lane * 16);
         commit_stores();
 
     }

@@ -175,6 +175,11 @@ def source_files(stem: str) -> list[Path]:
     return [SOURCES / f"{stem}.cu", *sorted(SOURCES.glob("*.cuh"))]
 
 
+def entry_points(stem: str) -> list[str]:
+    """The names of the kernels of a .cu."""
+    return re.findall(r"^\s*(\w+_kernel)\(const __grid_constant__", source_files(stem)[0].read_text("utf-8"), re.MULTILINE)
+
+
 def _flags(arch: str) -> list[str]:
     # -fmad=false: the sum contracts nothing. The device code has no other float arithmetic that matters.
     flags = ["-arch=" + arch, "-std=c++17", "-fmad=false", f"-I{SOURCES}"]

@@ -1,7 +1,7 @@
 // Moving data between device memory and shared memory while warps compute; no barrier among the warps of a block.
 //
 // A tile lies in a stage. One warp of the block loads tiles into stages, WARPS others work on an eighth of each: they wait
-// on `loaded`, and say on `empty` that they are done. They store their eighth themselves. From compute capability 9.0 on
+// on `loaded`, and every thread says on `empty` that it is done. They store their eighth themselves. From compute capability 9.0 on
 // loads and stores are bulk copies; below, cp.async and plain stores. Addresses and sizes are multiples of 16 bytes.
 #pragma once
 #include "layout.cuh"
@@ -17,7 +17,7 @@ __device__ __forceinline__ u32 lane_of() { return threadIdx.x & 31; }
 __device__ __forceinline__ u32 warp_of() { return threadIdx.x >> 5; }
 __device__ __forceinline__ u32 shared_address(const void* p) { return u32(__cvta_generic_to_shared(p)); }
 
-// --- mbarriers ---
+// --- mbarriers: every thread arrives for itself, as racecheck wants it ---
 
 __device__ __forceinline__ void init_barrier(u64* barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
@@ -51,21 +51,23 @@ __device__ __forceinline__ void wait_barrier(u64* barrier, u32 parity) {
 
 // --- loads into a stage, by one warp: begin_load, load_piece ..., end_load ---
 
-constexpr u32 LOAD_ARRIVALS = ZIPCCL_BULK ? 1 : 33;  // what a barrier of loads is initialised with
+constexpr u32 LOAD_ARRIVALS = ZIPCCL_BULK ? 32 : 64;  // what a barrier of loads is initialised with
 
-// What lane 0 wrote to shared memory before is visible to whoever has waited for the barrier.
+// What the warp wrote to shared memory before is visible to whoever has waited for the barrier.
 __device__ __forceinline__ void begin_load(u64* barrier, u32 n_bytes) {
     __syncwarp();
-    if (lane_of() == 0) {
 #if ZIPCCL_BULK
+    if (lane_of() == 0) {
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");  // the working warps' reads of the stage came before
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                      "r"(n_bytes)
                      : "memory");
-#else
+    } else {
         arrive(barrier);
-#endif
     }
+#else
+    arrive(barrier);
+#endif
 }
 __device__ __forceinline__ void load_piece(u64* barrier, void* to, u64 from, u32 n_bytes) {
 #if ZIPCCL_BULK
@@ -133,14 +135,11 @@ struct Stages {
     __device__ __forceinline__ void init() {
         for (u32 s = 0; s < STAGES; ++s) {
             init_barrier(&loaded[s], LOAD_ARRIVALS);
-            init_barrier(&empty[s], WARPS);
+            init_barrier(&empty[s], THREADS);
         }
     }
     // By all lanes of a working warp, after its last access to stage s, sums and counts included.
-    __device__ __forceinline__ void leave(u32 s) {
-        __syncwarp();
-        if (lane_of() == 0) arrive(&empty[s]);
-    }
+    __device__ __forceinline__ void leave(u32 s) { arrive(&empty[s]); }
     // By all lanes of a working warp.
     __device__ __forceinline__ void put_sum(u32 s, u64 sum) {
         if (LANE_SUMS) {

@@ -10,11 +10,25 @@
 // Conflict-free for 16-byte accesses 64 bytes apart and for 8-byte accesses 32 bytes apart.
 __device__ __forceinline__ u32 slot_rotation() { return ((threadIdx.x >> 1) ^ (threadIdx.x >> 3)) & 3; }
 
-// Where slot `slot` of this thread's elements begins in a tile in shared memory.
-template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ u32 chunk_offset(u32 slot) {
-    return threadIdx.x * (THREAD_WORDS * ELEMENT_BYTES) + ((slot + slot_rotation()) & 3) * (8 * ELEMENT_BYTES);
-}
+// Where a thread's chunks are, in words from the beginning of a tile. PINNED: in registers, where there are enough.
+template <bool PINNED>
+struct Place {
+    u32 thread, rotation, chunk[4];
+
+    __device__ __forceinline__ Place() {
+        thread = threadIdx.x;
+        rotation = slot_rotation();
+#pragma unroll
+        for (u32 slot = 0; slot < 4; ++slot)
+            chunk[slot] = thread * THREAD_WORDS + ((slot + rotation) & 3) * 8;
+        if (PINNED) {  // or they are computed anew in every tile
+            asm volatile("" : "+r"(thread), "+r"(rotation));
+            asm volatile("" : "+r"(chunk[0]), "+r"(chunk[1]), "+r"(chunk[2]), "+r"(chunk[3]));
+        }
+    }
+    __device__ __forceinline__ u32 lane() const { return thread & 31; }
+    __device__ __forceinline__ u32 warp() const { return thread >> 5; }
+};
 
 // Bits of a where mask is 1, of b where it is 0.
 __device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
@@ -154,8 +168,8 @@ __device__ __forceinline__ void join_words(const u32 (&z)[4], u32 half, const Co
 }
 
 // Bit i is 1 if word i of this thread's 32 exists in a block of m words.
-__device__ __forceinline__ u32 valid_words(u32 m) {
-    int left = int(m) - int(threadIdx.x * THREAD_WORDS);
+__device__ __forceinline__ u32 valid_words(u32 thread, u32 m) {
+    int left = int(m) - int(thread * THREAD_WORDS);
     return left >= 32 ? ~0u : left <= 0 ? 0u : (1u << left) - 1;
 }
 
@@ -212,8 +226,8 @@ alignas(16) __device__ const WeightTable<4> weights_of_float32;
 
 // Of quad `quad` of slot `slot` of this thread.
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ uint4 weights_of(u32 slot, u32 quad) {
+__device__ __forceinline__ uint4 weights_of(u32 thread, u32 slot, u32 quad) {
     const u32 q = slot * (ELEMENT_BYTES / 2) + quad % (ELEMENT_BYTES / 2);
-    return __ldg((const uint4*)(ELEMENT_BYTES == 2 ? weights_of_bfloat16.weight[q % 4][threadIdx.x]
-                                                   : weights_of_float32.weight[q][threadIdx.x]));
+    return __ldg((const uint4*)(ELEMENT_BYTES == 2 ? weights_of_bfloat16.weight[q % 4][thread]
+                                                   : weights_of_float32.weight[q][thread]));
 }
