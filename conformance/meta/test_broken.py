@@ -18,6 +18,7 @@ def launch(run_dir: Path, nodeid: str, subject: str, ranks: int) -> Launched:
     return run_pytest(run_dir, nodeid, "--subject", subject, "--world-size", str(ranks), "--limit-s=40", limit_s=100)
 
 
+@pytest.mark.proves("JUDGE-1")
 @pytest.mark.parametrize("name", BROKEN)
 def test_planted_defect_is_caught_by_the_test_named_for_it(name, tmp_path):
     defect = BROKEN[name]
@@ -42,6 +43,16 @@ def test_planted_defect_names_a_test_that_exists(name):
     assert BROKEN[name].what
 
 
+@pytest.mark.proves("JUDGE-1")
+def test_there_are_defects_of_every_kind():
+    """At least 20, over codec, exchange, sum and Works: a judge that catches one kind only would pass otherwise."""
+    assert len(BROKEN) >= 20
+    suites = {defect.caught_by.split("::")[0].removeprefix("conformance/test_") for defect in BROKEN.values()}
+    wanted = {"bit_exactness", "collectives", "determinism", "escape_path", "exchange", "operations", "reject", "sum"}
+    assert {f"{name}.py" for name in (*wanted, "slow_rank")} <= suites
+
+
+@pytest.mark.proves("JUDGE-2")
 def test_control_passes_the_tests_that_catch_its_spoilt_copies(tmp_path):
     """Without this a test that always fails would catch every defect. Our own subject passes them in the main run."""
     nodeids = sorted({d.caught_by for d in BROKEN.values() if d.like == sound_subject().name})
