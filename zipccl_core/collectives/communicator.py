@@ -18,7 +18,6 @@ from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
 
-
 LEAST_MEETING_S = 10.0
 
 

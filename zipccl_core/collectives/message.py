@@ -163,6 +163,11 @@ class Incoming:
                 f"frame of {header.frame_bytes} bytes with digest {header.digest:#018x} does not match its envelope's "
                 f"{envelope.payload_bytes} bytes and {envelope.digest:#018x}: stale or swapped"
             )
+        wanted = (dtype_text(self._flat.dtype), self._flat.numel())
+        if (header.dtype, header.n_words) != wanted:  # the caller's arguments are not to blame
+            raise CorruptFrame(
+                f"frame holds {header.n_words} elements of {header.dtype}, the call has {wanted[1]} of {wanted[0]}"
+            )
         decode_into(payload, patterns(self._flat))
 
 
