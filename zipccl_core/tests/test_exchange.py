@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from zipccl_core.collectives.point_to_point import Channels
 from zipccl_core.collectives.seam import PHASES
 from zipccl_core.collectives.wire import Envelope
 from zipccl_core.errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
+from zipccl_core.frame import HEADER_BYTES, pack_header, parse_header
 
 N_WORDS = 20_000
 POLICY = Policy(compress="always", prefix_percent=0.0, timeout_s=20.0)  # every frame has a phase two
@@ -210,6 +212,22 @@ def test_a_frame_swapped_behind_a_true_envelope_is_refused(ranks: Ranks) -> None
     assert "does not match its envelope" in one_error(gather_of(1.5), CorruptFrame)
     assert tampering.fired == 1
     made.close()
+
+
+@pytest.mark.parametrize("change", [{"n_words": N_WORDS - 1}, {"dtype": "float32"}])
+def test_a_sound_frame_of_another_size_or_dtype_is_corrupt_and_nobody_s_wrong_argument(
+    ranks: Ranks, change: dict[str, Any]
+) -> None:
+    def forge(message: torch.Tensor) -> torch.Tensor:
+        forged, head = message.clone(), slice(Envelope.BYTES, Envelope.BYTES + HEADER_BYTES)
+        header = replace(parse_header(forged[head].numpy().tobytes(), 1 << 40), **change)
+        forged[head] = torch.frombuffer(bytearray(pack_header(header)), dtype=torch.uint8)
+        return forged
+
+    tampering = tamper(ranks, 2, 1, "data", forge)
+    assert "the call has 20000 of bfloat16" in one_error(ranks.gather(), CorruptFrame)
+    assert tampering.fired == 1
+    assert ranks.gather() == [True] * 3
 
 
 def test_a_late_rank_is_named_by_all_and_by_itself() -> None:
