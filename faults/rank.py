@@ -119,18 +119,14 @@ class RankRun:
     def _beats(self, plan: list[Planned]) -> None:
         scenario = self.scenario
         timeout = timedelta(seconds=scenario.policy["timeout_s"] + MEET_TIMEOUT_S)
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("group", self.store),
-            rank=self.rank,
-            world_size=scenario.world_size,
-            timeout=timeout,
-        )
+        self._init_world("group", self.rank, scenario.world_size, timeout)
         try:
-            whole = len(scenario.members) == scenario.world_size
-            aside = self._bystanders()
+            # All ranks make all groups: with use_local_synchronization a group's name depends on how many groups a
+            # rank is in, and ranks that are in different numbers of them would wait for each other for ever.
+            bystanders = self._subgroup(scenario.bystanders)
+            group = self._subgroup(scenario.members)
+            aside = self._bystanders(bystanders)
             if self.rank in scenario.members:
-                group = dist.group.WORLD if whole else self._new_group(scenario.members)
                 assert group is not None
                 self._in_group(group, plan, aside)
             elif aside is not None:
@@ -139,10 +135,26 @@ class RankRun:
             self.place = None
             dist.destroy_process_group()
 
-    def _new_group(self, members: Sequence[int]) -> dist.ProcessGroup:
-        group = dist.new_group(
-            list(members), backend="gloo", timeout=timedelta(seconds=MEET_TIMEOUT_S), use_local_synchronization=True
-        )
+    def _init_world(self, name: str, rank: int, size: int, timeout: timedelta) -> None:
+        store = dist.PrefixStore(name, self.store)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
+
+    def _subgroup(self, members: Sequence[int]) -> dist.ProcessGroup | None:
+        """The world's own group if it is all of it; None if this rank is not in it."""
+        if len(members) in (0, self.scenario.world_size):
+            return dist.group.WORLD if members else None
+        group = dist.new_group(list(members), backend="gloo", timeout=timedelta(seconds=MEET_TIMEOUT_S))
+        return group if self.rank in members else None
+
+    def _group_of_survivors(self, survivors: Sequence[int]) -> dist.ProcessGroup:
+        """A new group, without a word from the ranks that are gone: by torch's new_group, or as a new world."""
+        timeout = timedelta(seconds=MEET_TIMEOUT_S)
+        if len(self.scenario.members) == self.scenario.world_size:
+            group = dist.new_group(list(survivors), timeout=timeout, backend="gloo", use_local_synchronization=True)
+        else:
+            dist.destroy_process_group()
+            self._init_world("survivors", survivors.index(self.rank), len(survivors), timeout)
+            group = dist.group.WORLD
         assert isinstance(group, dist.ProcessGroup)
         return group
 
@@ -156,9 +168,6 @@ class RankRun:
 
         shelf = Shelf(self.store)
         self.faults = [KINDS[p.fault](p, mine, self.ledger, shelf) for p in plan if mine in p.ranks]
-        for each in self.faults:
-            if isinstance(each, Order):
-                each.calls = {sequence: call for call, sequence in scenario.numbered_calls}
         self.injector.arm(self.faults)
         for each in self.faults:
             if isinstance(each, Order):
@@ -184,7 +193,7 @@ class RankRun:
                 self._close(communicator, "armed")
             survivors = [scenario.members[r] for r in scenario.survivors]
             self._meet("survivors", survivors)
-            self.place = Place(survivors.index(self.rank), survivors, self._new_group(survivors))
+            self.place = Place(survivors.index(self.rank), survivors, self._group_of_survivors(survivors))
             healed = self._make("healed", scenario.policy)
             if healed is not None:
                 self._calls(healed, "healed", fresh=True)
@@ -197,12 +206,11 @@ class RankRun:
             self._calls(first, "healed", fresh=False, rounds_before=1 if remade else 2)
             self._close(first, "healed")
 
-    def _bystanders(self) -> Any:
-        """A Communicator of another group, made before anything happens."""
+    def _bystanders(self, group: dist.ProcessGroup | None) -> Any:
+        """A Communicator of another group, made before anything happens; with the place of this rank in it."""
         scenario = self.scenario
-        if self.rank not in scenario.bystanders:
+        if group is None or self.rank not in scenario.bystanders:
             return None
-        group = self._new_group(scenario.bystanders)
         place = Place(scenario.bystanders.index(self.rank), scenario.bystanders, group)
         return place, maker_of(self.job["subject"])(group, None, **scenario.policy)
 

@@ -113,7 +113,7 @@ class Scenario:
                 raise BadScenario(f"{where}: faults/{i}: the group has ranks 0 to {size - 1}, not {each['rank']}")
             for sequence in _sequences(each):
                 at = places.get((each.get("operation") == "point_to_point", sequence))
-                if at is None or at != each.get("operation"):
+                if at is None or at != each.get("operation", at):
                     raise BadScenario(
                         f"{where}: faults/{i}: #{sequence} is {at or 'no call'}, not {each.get('operation')!r}"
                     )
@@ -175,8 +175,9 @@ class Scenario:
             rng = rng_of("faults", self.id, self.seed, index)
             sequences = _sequences(each) or [0]
             drawn = [kind.draw(rng, args, i, len(sequences), len(self.members)) for i in range(len(sequences))]
+            places, given = self.places, each.get("operation", "")
             strikes = [
-                {"sequence": sequence, "operation": each.get("operation", ""), **more}
+                {"sequence": sequence, "operation": given or places.get((False, sequence), ""), **more}
                 for sequence, more in zip(sequences, drawn, strict=True)
                 if more is not None
             ]

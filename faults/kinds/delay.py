@@ -41,12 +41,25 @@ def lateness_unseen(planned: Planned, record: Record, late_ms: Mapping[int, floa
                         f"{name}, {ms:.0f} ms late at #{sequence}: rank {victim} saw rank {last} last, "
                         f"{late_us / 1000:.0f} ms after the first"
                     )
-            elif planned.phase not in ("after", "reduce") and done["took_s"] * 1000 < 0.8 * ms:
+            elif planned.phase in ("after", "reduce"):
+                problems += _late_next(planned, record, victim, sequence, ms)
+            elif done["took_s"] * 1000 < 0.8 * ms:
                 problems.append(
                     f"{name}, {ms:.0f} ms at {planned.phase} of #{sequence}: rank {victim}'s call took "
                     f"{done['took_s'] * 1000:.0f} ms"
                 )
     return problems
+
+
+def _late_next(planned: Planned, record: Record, victim: int, sequence: int, ms: float) -> list[str]:
+    """A rank that is slow at the end of a call is late to the next one."""
+    following = [e for e in record.done(victim, "armed") if e["sequence"] == sequence + 1]
+    if not following or following[0]["outcome"] != "returned":
+        return [f"rank {victim} has no call after #{sequence}, which could show that rank {planned.ranks[0]} was slow"]
+    last, late_us = following[0]["arrivals"][-1]
+    if last == planned.ranks[0] and late_us / 1000 >= 0.5 * ms:
+        return []
+    return [f"rank {victim} saw rank {last} last at #{sequence + 1}, {late_us / 1000:.0f} ms after the first"]
 
 
 class Delay(Fault):

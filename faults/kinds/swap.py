@@ -6,8 +6,9 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from faults.corruption import Corruption
-from faults.fault import Moment
+from faults.corruption import KINDS_OF_ERROR, Corruption
+from faults.fault import Moment, Planned
+from faults.record import Record
 
 WAIT_S = 10.0
 
@@ -29,3 +30,13 @@ class Swap(Corruption):
             raise RuntimeError(f"swap: messages of {len(message)} and {len(theirs)} bytes; give both ranks as many")
         message[:] = theirs
         return {"with_rank": other}
+
+    @classmethod
+    def observed(cls, planned: Planned, record: Record) -> list[str]:
+        """The receiver names the first of the two that it meets: an error has one text."""
+        dst = planned.peer
+        named = [f"from rank {src} to rank {dst}" for src in planned.ranks]
+        seen = any(
+            e["error"] in KINDS_OF_ERROR and any(name in e["text"] for name in named) for e in record.errors(dst)
+        )
+        return [] if seen else [f"rank {dst} took the exchanged messages of ranks {planned.ranks} without a word"]
