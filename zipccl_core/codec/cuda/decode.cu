@@ -49,16 +49,7 @@ __device__ __forceinline__ void feed_decoders(const JobTable& table, DecodeShare
         load_block<ELEMENT_BYTES>(shared, s, load.source, block, load.job.words(block), load.entries);
         load.seek(jobs, load.tile + gridDim.x, tiles);
     }
-    // one tile is counted while the one before it is being worked on
-    StageCursor<DECODE_STAGES> next;
-    JobTiles next_job;
-    u32 next_tile = blockIdx.x;
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x, cursor.advance()) {
-        for (; next_tile < tiles && next_tile <= tile + gridDim.x; next_tile += gridDim.x, next.advance()) {
-            if (!next_job.holds(next_tile)) next_job.seek(jobs, next_tile);
-            wait_barrier(&shared.stages.loaded[next.stage], next.parity);
-            count_escapes(shared, next.stage, shared.plan[next.stage], next_job.words(next_tile - next_job.first_tile));
-        }
         const u32 s = cursor.stage;
         wait_barrier(&shared.stages.empty[s], cursor.parity);
         const BlockPlan plan = shared.plan[s];
@@ -105,9 +96,8 @@ __device__ __forceinline__ void decode_blocks(const JobTable& table, DecodeShare
         u8* elements = shared.elements[output];
         output = OUTPUTS == 2 ? output ^ 1 : 0;
         wait_barrier(&shared.stages.loaded[cursor.stage], cursor.parity);
-        wait_barrier(&shared.counted[cursor.stage], cursor.parity);
-        rebuild_words<ELEMENT_BYTES, OUTPUTS - 1>(shared, place, elements, cursor.stage, block, m, codes, scratch,
-                                                  job.job);
+        rebuild_words<ELEMENT_BYTES, OUTPUTS - 1>(shared, place, elements, cursor.stage, block, m, codes,
+                                                  cursor.parity, scratch, job.job);
         u64 sum = 0;
 #pragma unroll
         for (u32 slot = 0; slot < 4; ++slot)

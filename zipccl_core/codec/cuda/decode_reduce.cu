@@ -123,20 +123,8 @@ __device__ __forceinline__ void feed_reducers(const JobTable& table, ReduceShare
         load.advance(ranks);
         load.ask(shared, jobs, tiles);
     }
-    // one term is counted while the one before it is being worked on
-    StageCursor<REDUCE_STAGES<ELEMENT_BYTES>> next;
-    u32 next_tile = blockIdx.x, next_rank = 0, ahead = 0;
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x)
-        for (u32 rank = 0; rank < ranks; ++rank, cursor.advance(), --ahead) {
-            for (; next_tile < tiles && ahead < 2; ++ahead, next.advance()) {
-                wait_barrier(&shared.stages.loaded[next.stage], next.parity);
-                if (next_rank < KEPT_RANKS ? shared.tag[next_rank] : jobs[next_rank].frame)
-                    count_escapes(shared, next.stage, shared.plan[next.stage],
-                                  next_tile < full_blocks ? BLOCK_WORDS : rest);
-                else
-                    arrive(&shared.counted[next.stage]);
-                if (++next_rank == ranks) next_rank = 0, next_tile += gridDim.x;
-            }
+        for (u32 rank = 0; rank < ranks; ++rank, cursor.advance()) {
             const u32 s = cursor.stage;
             wait_barrier(&shared.stages.empty[s], cursor.parity);
             const BlockPlan plan = shared.plan[s];
@@ -174,6 +162,7 @@ __device__ __forceinline__ void reduce_blocks(const JobTable& table, ReduceShare
     const u32 full_blocks = u32(n / BLOCK_WORDS), rest = u32(n % BLOCK_WORDS), first = warp * WARP_WORDS;
     const double divisor = factor, reciprocal = SCALE == SCALE_AVERAGE ? 1.0 / divisor : 0;
     StageCursor<REDUCE_STAGES<ELEMENT_BYTES>> cursor;
+    u32 counted = 0;  // parity of each stage's counts: plain words have none
     for (u32 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
         const u32 m = tile < full_blocks ? BLOCK_WORDS : rest;
         float acc[THREAD_WORDS];  // from -0 on: fl32(-0 + x) is x, whatever x is, and -0 remains -0
@@ -184,11 +173,11 @@ __device__ __forceinline__ void reduce_blocks(const JobTable& table, ReduceShare
             const u32 stage = cursor.stage;
             const u64 tag = rank < KEPT_RANKS ? shared.tag[rank] : tag_of(jobs[rank]);
             wait_barrier(&shared.stages.loaded[stage], cursor.parity);
-            wait_barrier(&shared.counted[stage], cursor.parity);
             u32 begin = u32(shared.elements[0] - shared.stage[0]);  // of the elements
             if (tag) {
                 rebuild_words<ELEMENT_BYTES, 0>(shared, place, shared.elements[0], stage, tile, m,
-                                                Codes(tag & ~FRAME_TAG), scratch, rank);
+                                                Codes(tag & ~FRAME_TAG), counted >> stage & 1, scratch, rank);
+                counted ^= 1u << stage;
             } else {
                 begin = u32(shared.stage[stage] - shared.stage[0]);
                 const u64 words = jobs[rank].words + u64(tile) * (BLOCK_WORDS * ELEMENT_BYTES);

@@ -66,8 +66,7 @@ struct ReadShared {
     u8 stage[STAGES][STAGE_BYTES];
     u8 elements[OUTPUTS][BLOCK_WORDS * ELEMENT_BYTES];
     Stages<STAGES, ELEMENT_BYTES == 2> stages;
-    u64 counted[STAGES];  // mbarriers: the loading warp has counted the escapes
-    u32 before[STAGES][WARPS + 1];  // escapes of the warps before each, and of all
+    u64 counted[STAGES];  // mbarriers: all warps have said how many escapes they have
     BlockPlan plan[STAGES];
     u32 lows[STAGES][WARPS];
     u32 last;
@@ -76,7 +75,7 @@ struct ReadShared {
     __device__ __forceinline__ void init() {
         if (threadIdx.x == 0) {
             stages.init();
-            for (u32 s = 0; s < STAGES; ++s) init_barrier(&counted[s], 32);
+            for (u32 s = 0; s < STAGES; ++s) init_barrier(&counted[s], WARPS);
             publish_barriers();
         }
         __syncthreads();
@@ -122,6 +121,7 @@ __device__ __forceinline__ BlockPlan load_block(Shared& shared, u32 s, const Loa
         if (lane_of() == 0)
             for (u32 i = whole; i < plan.shift() + plan.size(); ++i) stage[RECORD_BYTES + i] = *(const u8*)(from + i);
     }
+    __syncwarp();  // all lanes have read the plan before
     if (lane_of() == 0) shared.plan[s] = plan;
     u64* loaded = &shared.stages.loaded[s];
     begin_load(loaded, record + whole);
@@ -151,48 +151,6 @@ __device__ __forceinline__ void expand_short(const u8* record, u32 m, u8* to) {
     __syncwarp();
 }
 
-// Count the escapes of a coded block that has been loaded, warp by warp, so that each knows where its own begin. By all
-// lanes of the loading warp.
-template <class Shared>
-__device__ __forceinline__ void count_escapes(Shared& shared, u32 s, BlockPlan plan, u32 m) {
-    const u32 lane = lane_of();
-    const u8* stage = shared.stage[s];
-    u32 of_warp = 0;  // of warp `lane`
-    if (plan.stored()) {
-    } else if (m == BLOCK_WORDS) {
-        const uint4* planes = (const uint4*)(stage + BLOCK_WORDS) + lane;
-        u32 halves[2];  // of four words in each half of the block
-#pragma unroll
-        for (u32 half = 0; half < 2; ++half) {
-            const uint4 a = planes[half * 32], b = planes[PLANE_BYTES / 16 + half * 32],
-                        c = planes[2 * PLANE_BYTES / 16 + half * 32];
-            u32 sum = __popc(~(a.x | b.x | c.x)) + __popc(~(a.y | b.y | c.y)) + __popc(~(a.z | b.z | c.z)) +
-                      __popc(~(a.w | b.w | c.w));
-            sum += __shfl_xor_sync(~0u, sum, 1);
-            sum += __shfl_xor_sync(~0u, sum, 2);
-            halves[half] = sum + __shfl_xor_sync(~0u, sum, 4);
-        }
-        const u32 first = __shfl_sync(~0u, halves[0], lane * 8), second = __shfl_sync(~0u, halves[1], lane * 8);
-        of_warp = lane < 4 ? first : lane < 8 ? second : 0;
-    } else {
-        const u32 plane_bytes = (m + 7) / 8;
-#pragma unroll 1
-        for (u32 warp = 0; warp < WARPS; ++warp) {
-            u32 coded = 0;
-            const u32 t = warp * 32 + lane;
-#pragma unroll 1
-            for (u32 i = 0; i < 12; ++i)
-                if (t * 4 + i % 4 < plane_bytes)
-                    coded |= u32(stage[m + i / 4 * plane_bytes + t * 4 + i % 4]) << (8 * (i % 4));
-            const u32 count = __reduce_add_sync(~0u, __popc(~coded & valid_words(t, m)));
-            if (lane == warp) of_warp = count;
-        }
-    }
-    const u32 through = warp_inclusive_sum(of_warp);
-    if (lane <= WARPS) shared.before[s][lane] = through - of_warp;  // of lane WARPS: all
-    arrive(&shared.counted[s]);
-}
-
 // Low halves of a warp's words, at any alignment, into its elements.
 __device__ __forceinline__ u32 add_low_halves(u8* elements, const u8* low_halves, u32 m) {
     u32 seen = 0;
@@ -212,10 +170,12 @@ __device__ __forceinline__ u32 add_low_halves(u8* elements, const u8* low_halves
 // Rebuild a warp's eighth of a block from a stage into `elements`, and check it (FORMAT.md 8.10, 8.11). All lanes. Stores
 // from `elements`, but for the last PENDING committed, are waited for first.
 //
-// No warp waits for another. After it any lane may read any of the warp's elements.
+// A warp waits for the others only to learn how many escapes precede its own: it says its number early, and asks for
+// theirs late. After it any lane may read any of the warp's elements.
 template <u32 ELEMENT_BYTES, u32 PENDING, class Shared, bool PINNED>
 __device__ __forceinline__ void rebuild_words(Shared& shared, const Place<PINNED>& place, u8* elements, u32 s,
-                                              u32 block, u32 m, const Codes& codes, ReadScratch* scratch, u32 job) {
+                                              u32 block, u32 m, const Codes& codes, u32 counted_parity,
+                                              ReadScratch* scratch, u32 job) {
     const u32 t = place.thread, lane = place.lane(), warp = place.warp(), rotation = place.rotation;
     const u8* stage = shared.stage[s];
     const BlockPlan plan = shared.plan[s];
@@ -252,6 +212,11 @@ __device__ __forceinline__ void rebuild_words(Shared& shared, const Place<PINNED
         u32 escaped = ~(p0 | p1 | p2) & valid;
         const u32 count = __popc(escaped);
         const u32 inclusive = warp_inclusive_sum(count);
+        const u32 of_warp = __shfl_sync(~0u, inclusive, 31);
+        if (lane == 0) {
+            shared.stages.counts[s][warp] = of_warp;
+            arrive(&shared.counted[s]);
+        }
         u32 z[4];
         code_nibbles(__funnelshift_r(p0, p0, 8 * rotation), __funnelshift_r(p1, p1, 8 * rotation),
                      __funnelshift_r(p2, p2, 8 * rotation), z);
@@ -277,8 +242,10 @@ __device__ __forceinline__ void rebuild_words(Shared& shared, const Place<PINNED
             }
         }
 
-        const u32 before = shared.before[s][warp], of_warp = shared.before[s][warp + 1] - before;
-        const u32 total = shared.before[s][WARPS];
+        wait_barrier(&shared.counted[s], counted_parity);
+        const u32 theirs = lane < WARPS ? shared.stages.counts[s][lane] : 0;
+        const u32 before = __reduce_add_sync(~0u, lane < warp ? theirs : 0);
+        const u32 total = __reduce_add_sync(~0u, theirs);
         if (plan.size() == total + low_bytes) {
             const u8* from = dynamic + before;
             for (u32 i = lane; i < of_warp; i += 32)
@@ -303,6 +270,7 @@ __device__ __forceinline__ void rebuild_words(Shared& shared, const Place<PINNED
         }
     } else {
         const u32 record = record_bytes(m), spill = spill_bytes(m), held = 2 * m < record ? 2 * m : record;
+        if (lane == 0) arrive(&shared.counted[s]);  // nobody waits; the phase must end all the same
         const bool sized = plan.size() == spill + low_bytes;
         if (!sized && t == 0) report_fault(scratch, job, FAULT_RECORD, block, plan.size());
         wait_stores_read<PENDING>();
@@ -350,9 +318,7 @@ struct BlockParts {
 template <u32 ELEMENT_BYTES, class Shared>
 __device__ __forceinline__ BlockParts parts_of_block(const Shared& shared, u32 s) {
     const u32 lane = lane_of();
-    return {shared.stages.part_of_sum(s), shared.plan[s].stored() ? (lane < WARPS ? shared.stages.counts[s][lane] : 0)
-                                          : lane == 0             ? shared.before[s][WARPS]
-                                                                  : 0,
+    return {shared.stages.part_of_sum(s), lane < WARPS ? shared.stages.counts[s][lane] : 0,
             ELEMENT_BYTES == 4 && lane < WARPS ? shared.lows[s][lane] : 0};
 }
 
