@@ -321,9 +321,8 @@ def main() -> int:
     for data, make, codebook in kinds:
         for log in SIZES_LOG2:
             try:
-                rows += rows_of(
-                    1 << log, data, lambda seed, log=log, make=make: make(1 << log, seed), codebook, options.rounds, peer
-                )
+                words = lambda seed, log=log, make=make: make(1 << log, seed)  # noqa: E731
+                rows += rows_of(1 << log, data, words, codebook, options.rounds, peer)
             except torch.OutOfMemoryError as error:
                 raise SystemExit(f"{data}, 2^{log} words: {error}") from error
         torch.cuda.empty_cache()

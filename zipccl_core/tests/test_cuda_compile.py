@@ -13,6 +13,7 @@ from conformance import record
 from zipccl_core.codec.cuda import jit
 from zipccl_core.errors import InvalidArgument
 
+
 @pytest.mark.parametrize("arch", jit.ARCHITECTURES)
 @pytest.mark.parametrize("stem", jit.STEMS)
 def test_no_kernel_spills_or_uses_local_memory(stem, arch):

@@ -117,9 +117,9 @@ def decode_frames(frames: Sequence[Tensor], out: Sequence[Tensor]) -> Verdicts:
     """Decode frames, each into a tensor, or a slice of one, of its own (FORMAT.md 8): one launch of one kernel.
 
     Everything a decoder must check is checked, and the digest computed from the words rebuilt; the verdicts stay on the
-    device. **Until Verdicts.check() has said so, the words may be wrong**: of a frame that is refused, any part of `out`
-    may have been written. Nothing else is ever written, nor anything outside the frames' buffers read, whatever is in
-    them. Ordered after and before work on torch's current stream, from any thread; never waits for the device.
+    device. **Until Verdicts.check() has said so, the words may be wrong**: of a frame that is refused, any part of
+    `out` may have been written. Nothing else is ever written, nor anything outside the frames' buffers read, whatever
+    is in them. Ordered after and before work on torch's current stream, from any thread; never waits for the device.
 
     Args:
         frames: each [any] uint8, cuda, contiguous, 128-byte aligned; bytes beyond the frame are ignored. The frames

@@ -20,7 +20,9 @@ _FRAME_SUMS_BYTES = 32
 _NAMES = {2: "bfloat16", 4: "float32"}
 
 
-def encode_frames(words: Sequence[Tensor], codebooks: Sequence[Codebook | DeviceCodebook], out: Sequence[Tensor]) -> None:
+def encode_frames(
+    words: Sequence[Tensor], codebooks: Sequence[Codebook | DeviceCodebook], out: Sequence[Tensor]
+) -> None:
     """Encode tensors, or slices of one, each into a frame of its own (FORMAT.md 3): one launch of two kernels.
 
     Bit-exact for every pattern; the bytes are those of the reference, however many frames and blocks are in flight.
@@ -50,7 +52,8 @@ def encode_frames(words: Sequence[Tensor], codebooks: Sequence[Codebook | Device
         wanted = max_frame_bytes(n, source.dtype)
         if frame.numel() < wanted:
             raise InvalidArgument(
-                f"encode: frame {i} must hold max_frame_bytes({n}, {source.dtype}) = {wanted} bytes, got {frame.numel()}"
+                f"encode: frame {i} must hold max_frame_bytes({n}, {source.dtype}) = {wanted} bytes, "
+                f"got {frame.numel()}; allocate that many"
             )
         if source.data_ptr() % element_bytes:
             raise InvalidArgument(f"encode: tensor {i} must be aligned to its elements, got {source.data_ptr():#x}")
@@ -75,7 +78,9 @@ def encode_frames(words: Sequence[Tensor], codebooks: Sequence[Codebook | Device
         arguments = (table.packed, sums.data_ptr(), counts, sizes, slots)
         launch.begin()
         signature = (TABLE_SIGNATURE, "P", "P", "P", "P")
-        function, shared, most = launch.device.persistent(f"encode_{name}_kernel", "encode", "ENCODE", element_bytes, signature)
+        function, shared, most = launch.device.persistent(
+            f"encode_{name}_kernel", "encode", "ENCODE", element_bytes, signature
+        )
         pack = launch.device.function(f"pack_{name}_kernel", "encode", (*signature, "I"))
         packers = min(-(-tiles // 8), launch.device.multiprocessors * _PACKERS_A_MULTIPROCESSOR)
         with launch.device.lock:  # the two kernels share sums, so that no other thread's may come between them

@@ -53,8 +53,8 @@ from ...frame import (
 __all__ = [
     "ARCHITECTURES",
     "STEMS",
-    "CompilerError",
     "Compiled",
+    "CompilerError",
     "Job",
     "Launch",
     "Usage",
@@ -177,7 +177,8 @@ def source_files(stem: str) -> list[Path]:
 
 def entry_points(stem: str) -> list[str]:
     """The names of the kernels of a .cu."""
-    return re.findall(r"^\s*(\w+_kernel)\(const __grid_constant__", source_files(stem)[0].read_text("utf-8"), re.MULTILINE)
+    text = source_files(stem)[0].read_text(encoding="utf-8")
+    return re.findall(r"^\s*(\w+_kernel)\(const __grid_constant__", text, re.MULTILINE)
 
 
 def _flags(arch: str) -> list[str]:
@@ -365,8 +366,8 @@ def _driver() -> Any:
         driver = importlib.import_module("pycuda.driver")
     except ImportError as error:
         raise InvalidArgument(
-            f"zipccl: tensors on CUDA need PyCUDA, which cannot be imported ({error}); pip install 'zipccl-core[cuda]', "
-            f"or work on .cpu()"
+            f"zipccl: tensors on CUDA need PyCUDA, which cannot be imported ({error}); "
+            f"pip install 'zipccl-core[cuda]', or work on .cpu()"
         ) from error
     driver.init()
     return driver
@@ -441,7 +442,7 @@ class _Device:
             return self.functions[kernel]
 
     def zeroed(self, purpose: str, stream_key: int, n_bytes: int) -> Tensor:
-        """Scratch that is zero before a launch and that every launch leaves zero: one a stream, so launches take turns."""
+        """Scratch that is zero before a launch and that every launch leaves zero; one a stream: launches take turns."""
         if torch.cuda.is_current_stream_capturing():
             return torch.zeros(n_bytes, dtype=torch.uint8, device=f"cuda:{self.index}")
         with self.lock:
@@ -622,6 +623,6 @@ def check_frame(what: str, index: int, frame: Tensor, like: Tensor) -> None:
         )
     if frame.data_ptr() % ALIGN_BYTES and frame.numel():
         raise InvalidArgument(
-            f"{what}: frame {index} must begin at a multiple of {ALIGN_BYTES} bytes, got address {frame.data_ptr():#x}; "
-            f"allocate frames apart, or space them so"
+            f"{what}: frame {index} must begin at a multiple of {ALIGN_BYTES} bytes, got address "
+            f"{frame.data_ptr():#x}; allocate frames apart, or space them so"
         )

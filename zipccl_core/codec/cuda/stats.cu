@@ -5,7 +5,7 @@
 #include "layout.cuh"
 
 constexpr u32 STATS_THREADS = 512;
-constexpr u32 COPIES = 4;  // histograms a thread block, lest all lanes add to the same few counters
+constexpr u32 COPIES = 8;  // histograms a thread block, lest all lanes add to the same few counters
 constexpr u32 EXPONENTS = 256;
 constexpr u32 LAST_RUN_START = 248;
 
