@@ -216,6 +216,7 @@ class RankRun:
 
     def _aside(self, aside: Any) -> None:
         place, communicator = aside
+        self._meet("bystanders", self.scenario.bystanders)
         for index, (call, sequence) in enumerate(self.scenario.numbered_calls):
             seed = seed_of(self.scenario.seed, "bystanders", index)
             start(call, place, communicator, self.ledger, "bystanders", index, sequence, seed).finish()

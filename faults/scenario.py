@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 SCENARIOS = HERE / "scenarios"
 SCHEMA = SCENARIOS / "scenario.schema.json"
 DEFAULT_POLICY: dict[str, Any] = {"compress": "always", "prefix_percent": 3.0, "timeout_s": 8.0}
-MARGIN_S = 20.0
+MARGIN_S = 15.0
 
 
 class BadScenario(ValueError):

@@ -1,0 +1,205 @@
+"""python -m faults list | run SCENARIO… | replay DIR | check DIR… | soak --seed S --count N"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from conformance.launch import new_run_dir
+from faults.lab import ROOT, Job, Lab, LabError
+
+RUNS = ROOT / "runs" / "faults"
+MARKS = {True: "[green]✓[/]", False: "[red]✗[/]"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 if all is well, 1 if a run is not good, 2 if something was asked for that is not there."""
+    from faults.scenario import BadScenario
+
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.act(args))
+    except (BadScenario, LabError, OSError, ValueError) as exc:
+        print(f"faults: {exc}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m faults", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, act: Any, text: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(act=act)
+        return sub
+
+    def running(sub: argparse.ArgumentParser) -> None:
+        sub.add_argument("--jobs", type=int, default=4, help="scenarios at once (default 4)")
+        sub.add_argument("--out", type=Path, default=RUNS, help="where run directories go (default runs/faults)")
+
+    sub = command("list", _list, "Show the scenarios.")
+    sub.add_argument("names", nargs="*", metavar="SCENARIO", help="ids, families or patterns; all if none")
+    sub = command("run", _run, "Run scenarios, and judge them.")
+    sub.add_argument("names", nargs="*", metavar="SCENARIO", help="ids, families, patterns or YAML files; all if none")
+    sub.add_argument("--nightly", action="store_true", help="those marked nightly too")
+    sub.add_argument("--subject", default="zipccl", help="zipccl, or broken.NAME")
+    running(sub)
+    sub = command("replay", _replay, "Run a stored run's plan again, and say where it went another way.")
+    sub.add_argument("directory", type=Path)
+    sub.add_argument("--out", type=Path, default=RUNS)
+    sub = command("check", _check, "Judge stored runs again, without a cluster.")
+    sub.add_argument("directories", type=Path, nargs="+", metavar="DIR", help="of one run, or of many")
+    sub = command("soak", _soak, "Run random scenarios over all families.")
+    sub.add_argument("--seed", type=int, required=True)
+    sub.add_argument("--count", type=int, required=True)
+    sub.add_argument("--first", type=int, default=0, help="number of the first (default 0)")
+    running(sub)
+    return parser
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 110)
+    return console
+
+
+def _list(args: argparse.Namespace) -> int:
+    from faults.scenario import chosen
+
+    scenarios = chosen(args.names, nightly=True)
+    table = Table("family", "scenario", "ranks", "when", "what", box=None)
+    for s in scenarios:
+        table.add_row(s.family, s.id, str(s.world_size), "nightly" if s.nightly else "", s.summary)
+    _console().print(table)
+    nightly = sum(s.nightly for s in scenarios)
+    print(f"{len(scenarios)} scenarios, {nightly} of them nightly")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from faults.scenario import chosen
+
+    scenarios = chosen(args.names, nightly=args.nightly)
+    args.out.mkdir(parents=True, exist_ok=True)
+    directory = new_run_dir(args.out)
+    jobs = [Job(s.data, directory / s.id, s.needs_own_ranks, s.limit_s, args.subject) for s in scenarios]
+    return _carry_out(jobs, args.jobs, directory)
+
+
+def _carry_out(jobs: list[Job], at_once: int, directory: Path, *, quiet: bool = False) -> int:
+    """Run jobs with a bar, and end with a table; 0 if all are good."""
+    console, began = _console(), time.monotonic()
+    console.print(f"faults: {len(jobs)} scenarios; runs go to {directory}")
+    verdicts = []
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Lab() as lab, Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("", total=len(jobs))
+        for job, verdict in lab.run_all(jobs, at_once):
+            verdicts.append((job, verdict))
+            progress.update(bar, advance=1, description=job.directory.name)
+            if not verdict["ok"]:
+                progress.console.print(f"[red]FAILED[/] {job.directory}")
+                for line in _complaints(verdict):
+                    progress.console.print(f"  {line}", markup=False)
+    shown = [v for _, v in verdicts if not quiet or not v["ok"]]
+    if shown:
+        console.print(_table(shown))
+    bad = sum(not v["ok"] for _, v in verdicts)
+    hung = sum("hung" in " ".join(v["clauses"].get("harness", [])) for _, v in verdicts)
+    wrong = sum("other bits" in " ".join(_complaints(v)) for _, v in verdicts)
+    detected = max((v["detected_s"] for _, v in verdicts), default=0.0)
+    summary = {
+        "scenarios": len(verdicts),
+        "bad": bad,
+        "hung": hung,
+        "silently_wrong": wrong,
+        "longest_detection_s": detected,
+        "seconds": round(time.monotonic() - began, 1),
+    }
+    (directory / "summary.json").write_text(json.dumps(summary, indent=1))
+    console.print(
+        f"{len(verdicts)} scenarios in {summary['seconds']} s: {len(verdicts) - bad} good, {bad} bad, {hung} hung, "
+        f"{wrong} silently wrong; the longest from call to error was {detected} s"
+    )
+    return int(bad > 0)
+
+
+def _complaints(verdict: dict[str, Any]) -> list[str]:
+    return [f"{clause}: {text}" for clause, texts in verdict["clauses"].items() for text in texts]
+
+
+def _table(verdicts: Iterable[dict[str, Any]]) -> Table:
+    table = Table("family", "scenario", "fault", "planned", "fired", "observed", "healed", "verdict", "s", box=None)
+    for v in sorted(verdicts, key=lambda v: (v["family"], v["scenario"])):
+        for i, entry in enumerate(v["ledger"] or [{}]):
+            marks = [MARKS[entry[k]] if entry else "" for k in ("planned", "fired", "observed", "healed")]
+            head = (v["family"], v["scenario"]) if i == 0 else ("", "")
+            where = f"{entry.get('fault', '')} ({entry.get('where', '')})" if entry else ""
+            last = ("[green]good[/]" if v["ok"] else "[red]BAD[/]", f"{v['seconds']:.1f}") if i == 0 else ("", "")
+            table.add_row(*head, where, *marks, *last)
+    return table
+
+
+def _replay(args: argparse.Namespace) -> int:
+    from faults.record import Record
+    from faults.replay import differences, job_of
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    target = new_run_dir(args.out) / args.directory.resolve().name
+    with Lab() as lab:
+        verdict = lab.run(job_of(args.directory, target))
+    console = _console()
+    console.print(_table([verdict]))
+    for line in _complaints(verdict):
+        console.print(f"  {line}", markup=False)
+    different = differences(Record.read(args.directory), Record.read(target))
+    for line in different:
+        console.print(f"  went another way: {line}", markup=False)
+    console.print(f"replayed {args.directory} in {target}: {'another' if different else 'the same'} course")
+    return int(bool(different) or not verdict["ok"])
+
+
+def _check(args: argparse.Namespace) -> int:
+    from faults.judge import check
+
+    found: list[Path] = []
+    for directory in args.directories:
+        inside = sorted(p.parent for p in directory.glob("*/scenario.json"))
+        found += inside or [directory]
+    verdicts, console = [], _console()
+    for directory in found:
+        verdict = check(directory)
+        verdicts.append(verdict.as_json())
+        for line in verdict.complaints():
+            console.print(f"{directory}: {line}", markup=False)
+    console.print(_table(verdicts))
+    bad = sum(not v["ok"] for v in verdicts)
+    console.print(f"{len(verdicts)} runs judged again: {len(verdicts) - bad} good, {bad} bad")
+    return int(bad > 0)
+
+
+def _soak(args: argparse.Namespace) -> int:
+    from faults.scenario import Scenario
+    from faults.soak import random_scenario
+
+    args.out.mkdir(parents=True, exist_ok=True)
+    directory = new_run_dir(args.out)
+    jobs = []
+    for number in range(args.first, args.first + args.count):
+        s = Scenario.of(random_scenario(args.seed, number), f"soak {args.seed}, number {number}")
+        jobs.append(Job(s.data, directory / s.id, s.needs_own_ranks, s.limit_s))
+    return _carry_out(jobs, args.jobs, directory, quiet=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
