@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
 def _carry_out(jobs: list[Job], at_once: int, directory: Path, *, quiet: bool = False) -> int:
     """Run jobs with a bar, and end with a table; 0 if all are good."""
     console, began = _console(), time.monotonic()
-    console.print(f"faults: {len(jobs)} scenarios; runs go to {directory}")
+    console.print(f"faults: {len(jobs)} scenarios; runs go to {directory}", soft_wrap=True)
     verdicts = []
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Lab() as lab, Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -108,9 +108,9 @@ def _carry_out(jobs: list[Job], at_once: int, directory: Path, *, quiet: bool = 
             verdicts.append((job, verdict))
             progress.update(bar, advance=1, description=job.directory.name)
             if not verdict["ok"]:
-                progress.console.print(f"[red]FAILED[/] {job.directory}")
+                progress.console.print(f"[red]FAILED[/] {job.directory}", soft_wrap=True)
                 for line in _complaints(verdict):
-                    progress.console.print(f"  {line}", markup=False)
+                    progress.console.print(f"  {line}", markup=False, soft_wrap=True)
     shown = [v for _, v in verdicts if not quiet or not v["ok"]]
     if shown:
         console.print(_table(shown))
@@ -129,7 +129,8 @@ def _carry_out(jobs: list[Job], at_once: int, directory: Path, *, quiet: bool = 
     (directory / "summary.json").write_text(json.dumps(summary, indent=1))
     console.print(
         f"{len(verdicts)} scenarios in {summary['seconds']} s: {len(verdicts) - bad} good, {bad} bad, {hung} hung, "
-        f"{wrong} silently wrong; the longest from call to error was {detected} s"
+        f"{wrong} silently wrong; the longest from call to error was {detected} s",
+        soft_wrap=True,
     )
     return int(bad > 0)
 
@@ -161,11 +162,11 @@ def _replay(args: argparse.Namespace) -> int:
     console = _console()
     console.print(_table([verdict]))
     for line in _complaints(verdict):
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {line}", markup=False, soft_wrap=True)
     different = differences(Record.read(args.directory), Record.read(target))
     for line in different:
-        console.print(f"  went another way: {line}", markup=False)
-    console.print(f"replayed {args.directory} in {target}: {'another' if different else 'the same'} course")
+        console.print(f"  went another way: {line}", markup=False, soft_wrap=True)
+    console.print(f"replayed {args.directory} in {target}: {'another' if different else 'the same'} course", soft_wrap=True)
     return int(bool(different) or not verdict["ok"])
 
 
@@ -181,7 +182,7 @@ def _check(args: argparse.Namespace) -> int:
         verdict = check(directory)
         verdicts.append(verdict.as_json())
         for line in verdict.complaints():
-            console.print(f"{directory}: {line}", markup=False)
+            console.print(f"{directory}: {line}", markup=False, soft_wrap=True)
     console.print(_table(verdicts))
     bad = sum(not v["ok"] for v in verdicts)
     console.print(f"{len(verdicts)} runs judged again: {len(verdicts) - bad} good, {bad} bad")
