@@ -11,11 +11,10 @@
 
 constexpr u32 ENCODE_STAGES = ZIPCCL_ENCODE_STAGES;
 constexpr u32 PACK_THREADS = 512;
-// Escapes of a warp that fit its slot; those of a warp with more are found again from the words.
-constexpr u32 SLOT_BYTES = ZIPCCL_SLOT_BYTES / WARPS;
+constexpr u32 SLOT_BYTES = ZIPCCL_SLOT_BYTES / WARPS;  // of a warp's escapes: all its words may be
 constexpr u32 COUNT_FIELD = 0x7fff;
 constexpr u32 LOW_FLAG = 0x8000;  // in the first count of a tile
-static_assert(SLOT_BYTES == 32 * 16, "a lane stores 16 bytes of a slot");
+static_assert(SLOT_BYTES == WARP_WORDS, "a slot holds the escapes of a warp");
 
 // Escapes of the eight warps of a tile.
 struct alignas(16) TileCounts {
@@ -249,9 +248,9 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
 #pragma unroll 1
             for (u32 i = used + t; i < align128(used); i += THREADS) bytes[i] = 0;
         }
-        if (total <= SLOT_BYTES && lane * 16 < total)
-            *(uint4*)(slots + u64(tile) * ZIPCCL_SLOT_BYTES + warp * SLOT_BYTES + lane * 16) =
-                *(const uint4*)(shared.escapes[warp] + lane * 16);
+        for (u32 i = lane * 16; i < total; i += 512)
+            *(uint4*)(slots + u64(tile) * ZIPCCL_SLOT_BYTES + warp * SLOT_BYTES + i) =
+                *(const uint4*)(shared.escapes[warp] + i);
         commit_stores();
 
     }
@@ -364,22 +363,6 @@ __device__ __forceinline__ void copy_words(u8* to, const u8* source, u32 begin, 
             [=](u32 s) { return source[((begin + s) >> 1) * 4 + 2 + ((begin + s) & 1)]; });
 }
 
-// The escapes of one warp's words again, for a slot that could not hold them.
-template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void find_escapes(const u8* source, u32 m, u32 warp, const Codes& codes, u8* to) {
-    const u32 lane = lane_of();
-#pragma unroll 1
-    for (u32 i = warp * WARP_WORDS + lane; i < (warp + 1) * WARP_WORDS; i += 32) {
-        u32 exponent = 0;
-        if (i < m)
-            exponent = ELEMENT_BYTES == 2 ? ((const u16*)source)[i] >> 7 & 0xff : ((const u32*)source)[i] >> 23 & 0xff;
-        const bool escape = i < m && !codes.holds(exponent);
-        const u32 all = __ballot_sync(~0u, escape);
-        if (escape) to[__popc(all & ((1u << lane) - 1))] = u8(exponent);
-        to += __popc(all);
-    }
-}
-
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, const TileCounts& counts, const u8* slots,
                                           u8* to) {
@@ -395,7 +378,7 @@ __device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, const 
         for (u32 i = held + lane; i < align128(used); i += 32) record[i] = 0;
         copy_words<ELEMENT_BYTES>(to, source, held, 2 * m);
         to += spill;
-    } else if (!__any_sync(~0u, count > SLOT_BYTES)) {
+    } else {
         // byte i is in the slot that a binary search over the eight sums finds
         const u32 before = through - count;
 #pragma unroll 1
@@ -413,18 +396,6 @@ __device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, const 
 #pragma unroll
             for (u32 k = 0; k < 4; ++k)
                 if (first + k * 32 + lane < total) to[first + k * 32 + lane] = x[k];
-        }
-        to += total;
-    } else {  // warp by warp; what a slot could not hold is found again
-        const Codes codes(codebook_of(job));
-#pragma unroll 1
-        for (u32 w = 0; w < WARPS; ++w) {
-            const u32 its = __shfl_sync(~0u, count, w);
-            u8* place = to + __shfl_sync(~0u, through, w) - its;
-            if (its > SLOT_BYTES)
-                find_escapes<ELEMENT_BYTES>(source, m, w, codes, place);
-            else
-                for (u32 i = lane; i < its; i += 32) place[i] = slots[w * SLOT_BYTES + i];
         }
         to += total;
     }

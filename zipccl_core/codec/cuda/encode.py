@@ -39,7 +39,7 @@ def encode_frames(
     Raises:
         InvalidArgument: wrong dtype, device, layout, alignment or capacity; nothing is launched.
 
-    Takes scratch of 4114 bytes a block (25% of bfloat16 words) from torch's allocator until the kernels are done; what
+    Takes scratch of 8210 bytes a block (half of bfloat16 words) from torch's allocator until the kernels are done; what
     the words' escapes do not need of it is never touched.
     """
     if not len(words) == len(codebooks) == len(out):

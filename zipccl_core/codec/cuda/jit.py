@@ -83,7 +83,7 @@ INLINE_JOBS = 16
 VERDICT_BYTES = 192
 COUNTERS_BYTES = 1088
 STATISTICS_BYTES = 2112
-SLOT_BYTES = BLOCK_WORDS // 2  # of a tile's escapes in scratch; pack finds again what had no room
+SLOT_BYTES = BLOCK_WORDS  # of a tile's escapes in scratch: every word may be one
 MAX_TILES = 1 << 31
 
 

@@ -80,10 +80,10 @@ __device__ __forceinline__ u64 gaussian_exponents(const u32* count, double* sigm
     top = __reduce_max_sync(~0u, top);
     *sigma = 0;
     if (!n) return run_from(0);
-    u64 s = 0;
-    for (u32 d = 0; d <= HISTOGRAM_DEPTH && d < top; ++d) s += u64(count[top - d]) << (2 * (HISTOGRAM_DEPTH - d));
-    u32 j = 0;
-    while (((3 * n) << (2 * (j + 1))) <= 7 * s) ++j;
+    // a lane an exponent, then a lane a power of 4: all sums and products fit 64 bits (a histogram has under 2^17 words)
+    u64 s = lane <= HISTOGRAM_DEPTH && lane < top ? u64(count[top - lane]) << (2 * (HISTOGRAM_DEPTH - lane)) : 0;
+    for (u32 d = 16; d; d /= 2) s += __shfl_xor_sync(~0u, s, d);
+    const u32 j = 31 - __clz(__ballot_sync(~0u, lane < 20 && ((3 * n) << (2 * lane)) <= 7 * s));
     bool upper = 7 * s * 1024 >= ((ZIPCCL_UPPER_RUN_FROM_SQUARED_1024 * 3ull * n) << (2 * j));
     // 7 s / (3 n) is the mean square if words are spread evenly over an octave; those of a Gaussian are not (7.5)
     double square = 7.0 * double(s) * 2767.0 / (3.0 * double(n) * ZIPCCL_UPPER_RUN_FROM_SQUARED_1024);
