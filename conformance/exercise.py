@@ -228,9 +228,8 @@ def errors_of_all(world: World, call: Callable[[], Any]) -> list[tuple[str, bool
     return world.exchange(mine)
 
 
-def refused(world: World, wrong: str, chosen: Callable[[World, Any], Any], comm: Any = None) -> None:
-    """The call, on a fresh communicator if none is given, is one ValueError on every rank, at once."""
-    comm = world.communicator() if comm is None else comm
+def refused(world: World, wrong: str, chosen: Callable[[World, Any], Any], comm: Any) -> None:
+    """The call is one ValueError on every rank, at once."""
     began = time.monotonic()
     errors = errors_of_all(world, lambda: chosen(world, comm))
     assert all(is_value_error for _, is_value_error, _ in errors), f"{wrong}: wanted a ValueError everywhere: {errors}"

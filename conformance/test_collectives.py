@@ -482,9 +482,11 @@ RIGHT = {"all_gather": _gather(4), "reduce_scatter": _scatter(4), "all_to_all": 
 @pytest.mark.proves("ARGS-1")
 def test_wrong_arguments_are_one_value_error_on_every_rank(world, wrong):
     right = next(call for name, call in RIGHT.items() if wrong.startswith(name))
-    refused(world, wrong, WRONG[wrong])
-    refused(world, f"{wrong}, on the last rank only", WRONG[wrong] if world.rank == world.world_size - 1 else right)
-    gather_and_check(world, world.communicator(), "bfloat16", 100)
+    comm = world.communicator()
+    refused(world, wrong, WRONG[wrong], comm)
+    alone = WRONG[wrong] if world.rank == world.world_size - 1 else right
+    refused(world, f"{wrong}, on the last rank only", alone, comm)
+    gather_and_check(world, comm, "bfloat16", 100)
 
 
 DISAGREEMENTS: dict[str, Callable[[World, Any, bool], None]] = {

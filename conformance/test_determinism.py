@@ -70,7 +70,11 @@ def test_every_configuration_gives_the_same_words(world, operation):
     supported(world, [operation])
     for mode in configurations(world):
         comm = world.communicator(mode)
-        for kind, dtype in itertools.product(("two_gaussians", "escapes_at_stored_rule", "zeros"), DTYPES):
+        for kind, dtype in (
+            ("two_gaussians", "float32"),
+            ("escapes_at_stored_rule", "bfloat16"),
+            ("zeros", "bfloat16"),
+        ):
             inputs = inputs_of_all(operation, kind, BLOCK_WORDS + 9, world.world_size, dtype)
             exercise(world, comm, operation, inputs, dtype, what=f"({kind}, {mode})")
 

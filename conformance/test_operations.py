@@ -70,9 +70,11 @@ needs_send_recv = pytest.mark.requires(operations=("send", "recv", "isend", "ire
 @pytest.mark.proves("BITS-1", "OPS-1")
 def test_all_65536_patterns_survive(world, operation):
     needs(world, operation)
-    for mode, dtype in itertools.product(world.subject.capabilities.modes, DTYPES):
-        inputs = inputs_of_all(operation, "all_patterns", ALL_PATTERNS, world.world_size, dtype)
-        exercise(world, world.communicator(mode), operation, inputs, dtype, root=1, what=f"({mode})")
+    for mode in world.subject.capabilities.modes:
+        comm = world.communicator(mode)
+        for dtype in DTYPES:
+            inputs = inputs_of_all(operation, "all_patterns", ALL_PATTERNS, world.world_size, dtype)
+            exercise(world, comm, operation, inputs, dtype, root=1, what=f"({mode})")
 
 
 @every_operation
@@ -81,7 +83,8 @@ def test_every_size_from_every_root(world, operation):
     needs(world, operation)
     for mode in world.subject.capabilities.modes:
         comm = world.communicator(mode)
-        for (k, n), dtype in itertools.product(enumerate(SIZES), DTYPES):
+        dtypes = DTYPES if mode == world.subject.capabilities.modes[0] else ["bfloat16"]
+        for (k, n), dtype in itertools.product(enumerate(SIZES), dtypes):
             inputs = inputs_of_all(operation, "gaussian", n, world.world_size, dtype, seed=k)
             exercise(world, comm, operation, inputs, dtype, root=k, offset=k, what=f"({mode})")
 
@@ -89,12 +92,12 @@ def test_every_size_from_every_root(world, operation):
 @every_operation
 @pytest.mark.proves("BITS-3")
 def test_every_kind_of_data(world, operation):
+    """In the modes in turn; the product of kinds and modes is test_bit_exactness.py's."""
     needs(world, operation)
-    for mode in world.subject.capabilities.modes:
-        comm = world.communicator(mode)
-        for kind in KINDS:
-            inputs = inputs_of_all(operation, kind, 9001, world.world_size, "bfloat16")
-            exercise(world, comm, operation, inputs, "bfloat16", what=f"({kind}, {mode})")
+    comms = [world.communicator(mode) for mode in world.subject.capabilities.modes]
+    for comm, kind in zip(itertools.cycle(comms), KINDS, strict=False):
+        inputs = inputs_of_all(operation, kind, 9001, world.world_size, "bfloat16")
+        exercise(world, comm, operation, inputs, "bfloat16", what=f"({kind})")
 
 
 @pytest.mark.ranks(1, 2, 3)
@@ -159,8 +162,8 @@ def test_roots_and_peers_of_a_subgroup_are_global_ranks(world, mode):
 def test_all_reduce_is_the_ordered_sum_of_each_element(world, op):
     world.require(reduce_ops=op)
     given, factor = OPS[op]
-    for mode, dtype in itertools.product(world.subject.capabilities.modes, DTYPES):
-        comm = world.communicator(mode)
+    comms = {mode: world.communicator(mode) for mode in world.subject.capabilities.modes}
+    for (mode, comm), dtype in itertools.product(comms.items(), DTYPES):
         for n, kind in ((3, "gaussian"), (8195, "two_gaussians"), (4099, "subnormals"), (1021, "nan_payloads")):
             inputs = inputs_of_all("all_reduce", kind, n, world.world_size, dtype)
             how = {"op": given, "how": (op, factor), "what": f"({op}, {kind}, {mode})"}
