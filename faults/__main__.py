@@ -166,7 +166,9 @@ def _replay(args: argparse.Namespace) -> int:
     different = differences(Record.read(args.directory), Record.read(target))
     for line in different:
         console.print(f"  went another way: {line}", markup=False, soft_wrap=True)
-    console.print(f"replayed {args.directory} in {target}: {'another' if different else 'the same'} course", soft_wrap=True)
+    console.print(
+        f"replayed {args.directory} in {target}: {'another' if different else 'the same'} course", soft_wrap=True
+    )
     return int(bool(different) or not verdict["ok"])
 
 

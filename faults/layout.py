@@ -112,6 +112,17 @@ def _mix64(z: int) -> int:
     return z ^ (z >> 31)
 
 
+def phase_one_bytes(n: int, prefix_percent: float) -> int:
+    """Bytes of a frame of n bfloat16 words that travel in phase one: static part and agreed prefix."""
+    static, spill = HEADER_BYTES + align128(8 * -(-n // BLOCK_WORDS)), 0
+    for begin in range(0, n, BLOCK_WORDS):
+        m = min(BLOCK_WORDS, n - begin)
+        record = m + CODE_PLANES * -(-m // 8)
+        static += align128(record)
+        spill += max(0, 2 * m - record)
+    return static + min(spill, align128(int(n * prefix_percent / 100)))
+
+
 def frame_bytes_of(words: np.ndarray, codebook: tuple[int, ...]) -> tuple[int, int, int]:
     """(Frame_Bytes, escapes, stored blocks) of bfloat16 words under a codebook (FORMAT.md 2, 4.4, 5.3)."""
     exponents = (words >> 7) & 0xFF

@@ -123,8 +123,16 @@ def trace(record: Record) -> str:
                 name = {"phase": e.get("phase"), "fired": f"FAULT {e.get('kind')}"}.get(e["event"], e["event"])
                 tid = 1 if e["event"] == "phase" else 2
                 events.append(
-                    {"ph": "i", "s": "p" if e["event"] == "fired" else "t", "pid": rank, "tid": tid, "name": name,
-                     "cat": e["event"], "ts": us(e["at_s"]), "args": rest}
+                    {
+                        "ph": "i",
+                        "s": "p" if e["event"] == "fired" else "t",
+                        "pid": rank,
+                        "tid": tid,
+                        "name": name,
+                        "cat": e["event"],
+                        "ts": us(e["at_s"]),
+                        "args": rest,
+                    }
                 )
     for e in record.launch:
         if "rank" in e:

@@ -85,9 +85,7 @@ class Record:
 
     def fired(self, index: int) -> list[tuple[int, dict[str, Any]]]:
         """(rank of the group, entry) of every strike of one planned fault."""
-        return [
-            (rank, e) for rank in range(self.size) for e in self.of_rank(rank, "fired") if e["fault"] == index
-        ]
+        return [(rank, e) for rank in range(self.size) for e in self.of_rank(rank, "fired") if e["fault"] == index]
 
     def others(self, planned: Planned) -> list[int]:
         """Ranks of the group on which a fault is not armed."""

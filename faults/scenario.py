@@ -183,7 +183,16 @@ class Scenario:
             ]
             ranks = tuple(_ranks(each["rank"], len(self.members)))
             plan.append(
-                Planned(index, kind.name, ranks, each["phase"], each.get("peer", -1), each.get("nth", 0), dict(args), tuple(strikes))
+                Planned(
+                    index,
+                    kind.name,
+                    ranks,
+                    each["phase"],
+                    each.get("peer", -1),
+                    each.get("nth", 0),
+                    dict(args),
+                    tuple(strikes),
+                )
             )
         return plan
 

@@ -111,8 +111,7 @@ def _load_imbalance(d: _Draw, size: int) -> dict[str, Any]:
         }
         for i in range(2)
     ]
-    # The books of a beat are judged by each fault's own calls: one fault a beat.
-    return {"policy": d.policy(), "calls": [call], "faults": faults[:1], "expect": _correct()}
+    return {"policy": d.policy(), "calls": [call] * 2, "faults": faults, "expect": _correct()}
 
 
 def _escapes(d: _Draw, size: int) -> dict[str, Any]:

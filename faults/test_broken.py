@@ -31,7 +31,9 @@ CAUGHT = [
 
 
 @pytest.mark.parametrize(
-    ("family", "defect", "scenario", "clause", "text"), CAUGHT, ids=[f"{defect}-{name}" for _, defect, name, *_ in CAUGHT]
+    ("family", "defect", "scenario", "clause", "text"),
+    CAUGHT,
+    ids=[f"{defect}-{name}" for _, defect, name, *_ in CAUGHT],
 )
 def test_defect_is_caught(
     lab: Lab, tmp_path: Path, family: str, defect: str, scenario: str, clause: str, text: str

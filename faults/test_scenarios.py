@@ -1,4 +1,4 @@
-"""Every scenario of scenarios/, run and judged: good, or its complaints. `pytest -n 4 faults/` runs them in parallel."""
+"""Every scenario of scenarios/, run and judged. `pytest -n 4 faults/` runs them in parallel."""
 
 from __future__ import annotations
 

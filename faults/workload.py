@@ -1,4 +1,4 @@
-"""The calls of a scenario: what each rank puts in, what must come out, and one call carried through and written down."""
+"""The calls of a scenario: what each rank puts in, what must come out, and how one call is made and written down."""
 
 from __future__ import annotations
 

@@ -35,6 +35,7 @@ class RaiseError(Fault):
         return [
             f"rank {rank} has no error that says rank {planned.ranks[0]} failed with {wanted}"
             for rank in range(record.size)
-            if not any(f"rank {planned.ranks[0]} failed" in e["text"] and wanted in e["text"]
-                       for e in record.errors(rank))
+            if not any(
+                f"rank {planned.ranks[0]} failed" in e["text"] and wanted in e["text"] for e in record.errors(rank)
+            )
         ]

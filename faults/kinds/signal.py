@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from typing import Any, ClassVar
 
 from faults.fault import SCRIPT_PHASES, SEAM_PHASES, Fault, Moment, Planned
@@ -37,17 +38,7 @@ class Signal(Fault):
 
     def strike(self, strike: dict[str, Any], moment: Moment) -> None:
         self.fired(strike, pid=os.getpid())
-        number = getattr(signal, self.planned.args["signal"])
-        if number != signal.SIGKILL:
-            signal.signal(number, signal.SIG_DFL) if self._on_main_thread() else None
-        os.kill(os.getpid(), number)
-        signal.pause()  # a signal to the process may be taken by another thread
-
-    @staticmethod
-    def _on_main_thread() -> bool:
-        import threading
-
-        return threading.current_thread() is threading.main_thread()
+        signal.pthread_kill(threading.get_ident(), getattr(signal, self.planned.args["signal"]))
 
     @classmethod
     def observed(cls, planned: Planned, record: Record) -> list[str]:
