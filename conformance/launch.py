@@ -320,6 +320,9 @@ def _environment() -> dict[str, str]:
     root = str(Path(__file__).resolve().parent.parent)
     env["PYTHONPATH"] = os.pathsep.join([root, *filter(None, [env.get("PYTHONPATH")])])
     env.setdefault("OMP_NUM_THREADS", "1")
+    # torch's store asks for the name of every peer's address; one lost answer of a name server stalls the rank for the
+    # resolver's time-out, 5 s unless it is told otherwise.
+    env.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
     return env
 
 

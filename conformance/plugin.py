@@ -33,10 +33,12 @@ import hashlib
 import json
 import os
 import pickle
+import shlex
 import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -64,6 +66,7 @@ WARM_MODULES = (
     "conformance.plugin",
     "conformance.oracle",
 )
+LEFT = b"left"
 RANKED = pytest.StashKey["Ranked"]()
 RANKED_CODE = pytest.StashKey[pytest.ExitCode]()
 VERSIONS_SHOWN_ENV = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
@@ -79,6 +82,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     g.addoption("--group-timeout-s", type=float, default=15.0, help="timeout of each test's group (default 15)")
     g.addoption("--deadline-s", type=float, default=900.0, help="end of the whole run (default 900)")
     g.addoption("--run-dir", default="", help="where logs and reports go (default runs/<time of day>)")
+    g.addoption("--example-seed", default="0", help='of drawn examples: a number, or "nightly": the date (default 0)')
+    g.addoption("--example-factor", type=float, default=1.0, help="draw so many times the examples (default 1)")
+    g.addoption("--example", default="", help="run this one drawn example only; a failed test says which")
     g.addoption("--ranked", action="store_true", help="run all named paths on ranks, not only those of the suite")
     g.addoption("--launched", action="store_true", help=argparse.SUPPRESS)
     g.addoption("--warm", action="store_true", help=argparse.SUPPRESS)  # collecting for its imports only
@@ -164,6 +170,8 @@ def _launch(config: pytest.Config, ranked_args: list[str]) -> pytest.ExitCode:
 
     option = config.option
     problem = check_name(option.subject)
+    if not (option.example_seed == "nightly" or option.example_seed.isdecimal()) or option.example_factor <= 0:
+        problem = "--example-seed: wanted a number or nightly; --example-factor: wanted more than 0"
     if option.world_size < 1:
         problem = f"--world-size {option.world_size}: wanted 1 or more"
     for name, flag in (("usepdb", "--pdb"), ("lf", "--lf"), ("failedfirst", "--ff"), ("stepwise", "--stepwise")):
@@ -219,6 +227,7 @@ def _inner_args(config: pytest.Config, ranked_args: list[str]) -> list[str]:
         del args[at]
     if config.pluginmanager.hasplugin("xdist"):
         args.append("-n0")
+    args.append(f"--example-seed={example_seed(config)}")  # midnight may fall between two ranks
     return ["-p", "no:cacheprovider", "--capture=sys", "--tb=short", *map(str, args), *ranked_args]
 
 
@@ -236,8 +245,9 @@ class StoreGone(RuntimeError):
 class RanksMissing(RuntimeError):
     """Some ranks did not write what they had to within the deadline."""
 
-    def __init__(self, what: str, missing: list[int], limit_s: float) -> None:
-        super().__init__(f"{what}: ranks {missing} did not arrive within {limit_s:g} s")
+    def __init__(self, what: str, missing: list[int], limit_s: float | None = None) -> None:
+        why = "had failed before" if limit_s is None else f"did not arrive within {limit_s:g} s"
+        super().__init__(f"{what}: ranks {missing} {why}")
         self.missing = missing
 
 
@@ -308,7 +318,7 @@ class World:
         subject: who is judged.
     """
 
-    def __init__(self, ranked: Ranked, key: str, world_size: int, group_timeout_s: float) -> None:
+    def __init__(self, ranked: Ranked, nodeid: str, key: str, world_size: int, group_timeout_s: float) -> None:
         import torch
 
         self.rank = ranked.rank
@@ -318,8 +328,10 @@ class World:
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
         self.group: dist.ProcessGroup
         self._ranked = ranked
+        self._nodeid = nodeid
         self._key = key
         self._meetings = 0
+        self._parts = 0
         self._timeout_s = group_timeout_s
         self._backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
         self._communicators: list[Communicator] = []
@@ -354,15 +366,7 @@ class World:
             self._ranked.store.gather(f"{self._key}/done", b"", range(self.world_size), limit_s)
         else:
             self._ranked.store.put(f"{self._key}/done", b"")
-        stuck, failed = [], []
-        for communicator in reversed(self._communicators):
-            try:
-                if not bounded(communicator.close, "close communicator"):
-                    stuck.append("Communicator.close()")
-            except Exception as e:
-                failed.append(f"Communicator.close() raised {type(e).__name__}: {e}")
-        failed += [f"{s} did not return within {CLOSE_LIMIT_S:g} s" for s in stuck]
-        self._communicators.clear()
+        failed, stuck = self._close_communicators(self._communicators, together=not self._ranked.clean)
         holder = [self.__dict__.pop("group", None)]
         if dist.is_initialized() and not bounded(dist.destroy_process_group, "destroy group"):
             stuck.append("destroy_process_group()")
@@ -372,6 +376,49 @@ class World:
         self._ranked.left_behind += stuck
         if failed:
             raise CloseFailed("; ".join(failed))
+
+    def _close_communicators(self, communicators: list[Communicator], *, together: bool) -> tuple[list[str], list[str]]:
+        """(what went wrong, what is stuck) while closing these, the last first; the list is empty then.
+
+        Args:
+            together: all at once. A close may wait for peers, and after a failure a peer may be in a call of another
+                Communicator, whose close it waits for.
+        """
+        closing = [_Bounded(c.close, "close communicator") for c in reversed(communicators)]
+        communicators.clear()
+        if together:
+            for one in closing:
+                one.start()
+        failed, stuck = [], []
+        limit = time.monotonic() + CLOSE_LIMIT_S
+        for one in closing:
+            try:
+                if not one.ends(max(limit - time.monotonic(), 0.0) if together else CLOSE_LIMIT_S):
+                    stuck.append("Communicator.close()")
+            except Exception as e:
+                failed.append(f"Communicator.close() raised {type(e).__name__}: {e}")
+        return failed + [f"{s} did not return within {CLOSE_LIMIT_S:g} s" for s in stuck], stuck
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Communicators made within are closed at the end, and not only with the test.
+
+        Raises:
+            CloseFailed: one could not be closed, and nothing else went wrong.
+        """
+        outer, self._communicators = self._communicators, []
+        try:
+            yield
+        except BaseException:
+            self._ranked.left_behind += self._close_communicators(self._communicators, together=True)[1]
+            raise
+        else:
+            failed, stuck = self._close_communicators(self._communicators, together=False)
+            self._ranked.left_behind += stuck
+            if failed:
+                raise CloseFailed("; ".join(failed))
+        finally:
+            self._communicators = outer
 
     def communicator(
         self, mode: str = "", group: dist.ProcessGroup | None = None, timeout_s: float | None = None
@@ -409,11 +456,61 @@ class World:
         """
         self._meetings += 1
         limit = self._timeout_s if limit_s is None else limit_s
-        key = f"{self._key}/meeting{self._meetings}"
-        came = self._ranked.store.gather(key, pickle.dumps(mine), range(self.world_size), limit)
-        if missing := sorted(set(range(self.world_size)) - set(came)):
+        key, everyone = f"{self._key}/meeting{self._meetings}", range(self.world_size)
+        came = self._ranked.store.gather(key, pickle.dumps(mine), everyone, limit)
+        if missing := [r for r in everyone if r not in came]:
             raise RanksMissing(f"exchange {self._meetings} of this test", missing, limit)
+        if left := [r for r in everyone if came[r] == LEFT]:
+            raise RanksMissing(f"exchange {self._meetings} of this test", left)
         return [pickle.loads(came[r]) for r in range(self.world_size)]
+
+    def take_number(self) -> int:
+        """Counts up over all ranks: of two ranks, who came first."""
+        return self._ranked.store.add(f"{self._key}/number")
+
+    @property
+    def example_factor(self) -> float:
+        """So many times the examples."""
+        return float(self._ranked.config.option.example_factor)
+
+    @property
+    def example(self) -> str:
+        """The one example to run, as Hypothesis encodes it; "" for drawn ones."""
+        return str(self._ranked.config.option.example)
+
+    @property
+    def example_seed(self) -> int:
+        """Of this test's examples: from the run's seed and the test's name, so that no other test matters."""
+        name = self._nodeid.rpartition("/")[2]
+        given = example_seed(self._ranked.config)
+        return int.from_bytes(hashlib.sha256(f"{given} {name}".encode()).digest()[:8], "little")
+
+    def command(self, *more: str) -> str:
+        """What a person types to run this test again."""
+        option = self._ranked.config.option
+        args = [self._nodeid, "--subject", option.subject, "--world-size", str(self._ranked.world_size), *more]
+        if option.device != "cpu":
+            args += ["--device", option.device]
+        return shlex.join(["python", "-m", "pytest", *args])
+
+    def leave(self) -> None:
+        """Tell ranks that wait for this one in an exchange, now or later, that it failed and does not come."""
+        with contextlib.suppress(StoreGone):
+            self._ranked.store.put(f"{self._key}/meeting{self._meetings + 1}", LEFT)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is exchanged within is counted apart: a rank that fails in it meets the others again afterwards."""
+        key, meetings = self._key, self._meetings
+        self._parts += 1
+        self._key, self._meetings = f"{key}/part{self._parts}", 0
+        try:
+            yield
+        except BaseException:
+            self.leave()
+            raise
+        finally:
+            self._key, self._meetings = key, meetings
 
     def barrier_store(self, name: str = "", limit_s: float | None = None) -> None:
         """Wait until all ranks are here, through the store; they must give the same name."""
@@ -422,22 +519,48 @@ class World:
             raise AssertionError(f"barrier_store: the ranks stand at different barriers: {names}")
 
 
+def example_seed(config: pytest.Config) -> int:
+    """The run's seed of drawn examples; "nightly" is the date of today (UTC) as yyyymmdd."""
+    given = str(config.option.example_seed)
+    if given == "nightly":
+        return int(time.strftime("%Y%m%d", time.gmtime()))
+    return int(given)
+
+
+class _Bounded:
+    """An action in a thread of its own."""
+
+    def __init__(self, action: Callable[[], object], name: str) -> None:
+        self.name = name
+        self._failed: list[BaseException] = []
+        self._action = action
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def _run(self) -> None:
+        try:
+            self._action()
+        except BaseException as e:
+            self._failed.append(e)
+
+    def start(self) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+
+    def ends(self, limit_s: float) -> bool:
+        """False, and its stack in the log, if it has not returned within limit_s. Its exception is raised here."""
+        self.start()
+        self._thread.join(limit_s)
+        if self._failed:
+            raise self._failed[0]
+        if self._thread.is_alive() and (frame := sys._current_frames().get(self._thread.ident or 0)):
+            print(f"{self.name} has not returned within {limit_s:.1f} s; it is in:", file=sys.stderr)
+            traceback.print_stack(frame)
+        return not self._thread.is_alive()
+
+
 def bounded(action: Callable[[], object], name: str, limit_s: float = CLOSE_LIMIT_S) -> bool:
     """Run action in a thread; False if it has not returned within limit_s. Its exception is raised here."""
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            action()
-        except BaseException as e:
-            failed.append(e)
-
-    thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if failed:
-        raise failed[0]
-    return not thread.is_alive()
+    return _Bounded(action, name).ends(limit_s)
 
 
 class Ranked:
@@ -487,6 +610,7 @@ class Ranked:
     @pytest.hookimpl(wrapper=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> Iterator[None]:
         yield
+        self._quiet_health_checks(items)
         nodeids = [item.nodeid for item in items]
         self.index_of = {nodeid: i for i, nodeid in enumerate(nodeids)}
         digest = hashlib.sha256("\n".join(nodeids).encode()).hexdigest()
@@ -503,6 +627,15 @@ class Ranked:
         if items and self.rank == 0:
             self.log.write("header", header=self._header())
 
+    def _quiet_health_checks(self, items: list[pytest.Item]) -> None:
+        """Hypothesis refuses fixtures of one test's lifetime; here a test's examples share the world on purpose."""
+        given = [i.obj for i in items if isinstance(i, pytest.Function) and getattr(i.obj, "is_hypothesis_test", False)]
+        for function in given:
+            from hypothesis import HealthCheck, settings
+
+            own = getattr(function, "_hypothesis_internal_use_settings", None) or settings.default
+            function._hypothesis_internal_use_settings = settings(own, suppress_health_check=list(HealthCheck))
+
     def _header(self) -> dict[str, str]:
         import torch
 
@@ -512,6 +645,7 @@ class Ranked:
         return {
             "subject": self.subject.name,
             "ranks": str(self.world_size),
+            "example seed": str(example_seed(self.config)),
             "device": torch.cuda.get_device_name() if self.config.option.device == "cuda" else "cpu",
             "python": sys.version.split()[0],
             "torch": torch.__version__,
@@ -596,6 +730,8 @@ class Ranked:
             self._order = -1
             with contextlib.suppress(StoreGone):
                 self._order = self.store.add(f"{self._key}/order")
+            if world := getattr(item, "funcargs", {}).get("world"):
+                world.leave()
             error = call.excinfo.value if call.excinfo else None
             report.broke = is_out_of_memory(error) or (report.when != "call" and not isinstance(error, CloseFailed))
             report.broke = report.broke or isinstance(error, (StoreGone, UnknownCapability))
@@ -611,6 +747,17 @@ class Ranked:
         for marker in item.iter_markers("requires"):
             if missing := self.subject.capabilities.missing(*marker.args, **marker.kwargs):
                 pytest.skip(f"UNSUPPORTED: {missing}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_pyfunc_call(self, pyfuncitem: pytest.Function) -> bool | None:
+        """A ranked test with Hypothesis's @given: rank 0 draws for all."""
+        if "world" not in pyfuncitem.funcargs or not getattr(pyfuncitem.obj, "is_hypothesis_test", False):
+            return None
+        from conformance.in_step import given_in_step
+
+        names = pyfuncitem._fixtureinfo.argnames
+        given_in_step(pyfuncitem.funcargs["world"], pyfuncitem.obj, {n: pyfuncitem.funcargs[n] for n in names})
+        return True
 
     # -- the end
 
@@ -776,7 +923,7 @@ def world(request: pytest.FixtureRequest, _world_ranks: int | None) -> Iterator[
     """The ranks of this test in a fresh group; see World."""
     ranked = _ranked(request.config)
     size = _world_ranks or ranked.world_size
-    w = World(ranked, ranked._key, size, float(request.config.option.group_timeout_s))
+    w = World(ranked, request.node.nodeid, ranked._key, size, float(request.config.option.group_timeout_s))
     try:
         w._open()
         yield w
