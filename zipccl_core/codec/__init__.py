@@ -80,8 +80,9 @@ def encode(words: Tensor, codebook: Codebook, *, out: Tensor | None = None) -> T
 def decode(frame: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Decode a frame into the elements it was made of (FORMAT.md 8), after checking all that can be checked.
 
-    On the CPU done when it returns. Nothing outside `out` is ever written; when CorruptFrame is raised, part of `out`
-    may have been written and is not to be used.
+    Done when it returns, on CUDA too: there it waits for the device's verdict, and `codec.cuda.decode.decode_frames`
+    does not. Nothing outside `out` is ever written; when CorruptFrame is raised, part of `out` may have been written
+    and is not to be used.
 
     Args:
         frame: [frame_bytes] uint8 or longer, cpu or cuda, contiguous, at any alignment; bytes beyond frame_bytes are
