@@ -28,6 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return int(args.act(args))
+    except KeyboardInterrupt:
+        print("faults: interrupted; everything that was started has ended", file=sys.stderr)
+        return 130
     except (BadScenario, LabError, OSError, ValueError) as exc:
         print(f"faults: {exc}", file=sys.stderr)
         return 2

@@ -32,7 +32,7 @@ def _times(record: Record) -> tuple[float, float]:
 
 
 def draw(record: Record, verdict: Verdict) -> str:
-    """A lane a rank: calls as bars, phases as ticks, arrivals as triangles, faults and errors marked."""
+    """A lane a rank: calls as bars, phases as ticks, calls issued as triangles, faults and errors marked."""
     first, last = _times(record)
     scale = (WIDTH - LEFT - 24) / (last - first)
     ranks = record.scenario.world_size
@@ -45,10 +45,12 @@ def draw(record: Record, verdict: Verdict) -> str:
         f"{escape('good' if verdict.ok else '; '.join(verdict.complaints())[:180])}</text>",
     ]
     for i, (name, colour) in enumerate(PHASES.items()):
-        x = LEFT + i * 118
+        x = LEFT + i * 121
         out.append(f'<rect x="{x}" y="58" width="3" height="12" fill="{colour}"/>')
         out.append(f'<text x="{x + 7}" y="68" font-size="11">{name}</text>')
-    out.append('<text x="12" y="84" font-size="11">▲ call issued   ✦ fault   ✕ error   bars: calls by beat</text>')
+    out.append(
+        '<text x="12" y="84" font-size="11">▼ call issued   ● fault   ✕ error   bars: calls (clean blue, armed red, healed green)</text>'
+    )
 
     def x_of(at_s: float) -> float:
         return round(LEFT + (at_s - first) * scale, 2)

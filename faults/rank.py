@@ -326,7 +326,7 @@ def serve(rank: int, commands_fd: int, replies_fd: int) -> None:
                     "127.0.0.1", message["port"], is_master=False, timeout=timedelta(seconds=MEET_TIMEOUT_S)
                 )
                 continue
-            log = os.open(Path(message["directory"]) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            log = os.open(Path(message["directory"]) / f"rank{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
