@@ -32,7 +32,9 @@ POLL_S = 0.05
 SUPERVISOR_GRACE_S = 0.3
 STACKS_GRACE_S = 1.0
 KILL_GRACE_S = 10.0
-MAX_GENERATIONS = 25
+SUSPECT_S = 0.5
+OVERDUE_S = 3.0
+MAX_GENERATIONS = 40
 GENERATION_MARK = "==== generation"
 
 
@@ -126,6 +128,7 @@ class _Rank:
     last_index: int = -1
     exit: dict[str, Any] | None = None
     ended: bool = False
+    stopped: bool = False
 
 
 _WORSE = {"PASS": 0, "UNSUPPORTED": 1, "XFAIL": 1, "FAIL": 2, "ERROR": 3}
@@ -152,6 +155,7 @@ class Follower:
         kind = e["event"]
         if kind == "start":
             rank.pid, rank.in_test, rank.exit, rank.ended, rank.last_index = e["pid"], None, None, False, -1
+            rank.busy = rank.stopped = False
             self.run.started = self.run.started or e["t"]
         elif kind == "header":
             self.run.header.update(e["header"])
@@ -189,8 +193,19 @@ class Follower:
 
     def fatal(self) -> _Rank | None:
         """The rank that ended first without having finished its session, if any."""
-        dead = [r for r in self.ranks.values() if r.exit and not r.exit.get("told") and not r.ended]
+        dead = [r for r in self.ranks.values() if r.exit and not r.exit.get("told") and (r.exit["code"] or not r.ended)]
         return min(dead, key=lambda r: r.exit["t"] if r.exit else 0.0) if dead else None
+
+    def overdue(self, grace_s: float) -> list[_Rank]:
+        """Ranks whose outcome of the latest test is missing grace_s after its limit."""
+        started = [r for r in self.ranks.values() if r.in_test and not r.exit]
+        if not started:
+            return []
+        index = max(r.last_index for r in started)
+        tests = [r.in_test for r in started if r.last_index == index and r.in_test]
+        if time.time() - min(t["t"] for t in tests) < tests[0]["limit_s"] + grace_s:
+            return []
+        return [r for r in self.ranks.values() if r.pid and not r.exit and (r.last_index < index or r.busy)]
 
 
 def describe_exit(code: int) -> str:
@@ -203,11 +218,13 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def log_tail(run_dir: Path, rank: int, lines: int = 40) -> str:
-    """The last lines of what a rank of the present generation printed."""
+def log_tail(run_dir: Path, rank: int, lines: int = 60) -> str:
+    """The last lines of what a rank of the present generation printed; of a dump of stacks its first."""
     path = run_dir / f"rank{rank}.log"
     text = path.read_text(errors="replace") if path.exists() else ""
-    return "\n".join(text.rpartition(GENERATION_MARK)[2].splitlines()[1:][-lines:])
+    whole = text.rpartition(GENERATION_MARK)[2].splitlines()[1:]
+    dumps = [i for i, line in enumerate(whole) if "Fatal Python error" in line or "Timeout (" in line]
+    return "\n".join(whole[max(dumps[-1] - 5, 0) :][:lines] if dumps else whole[-lines:])
 
 
 @dataclass(frozen=True)
@@ -374,10 +391,22 @@ def _follow(
     """Until torchrun ends or the deadline passes."""
     while process.poll() is None and time.monotonic() < deadline:
         follower.poll()
+        for rank in follower.overdue(SUSPECT_S):
+            rank.stopped = rank.stopped or _is_stopped(rank.pid)
+        for rank in follower.overdue(OVERDUE_S):  # it should have ended itself
+            with contextlib.suppress(OSError):
+                os.kill(rank.pid, signal.SIGKILL)
         on_tick(follower.run, follower)
         time.sleep(POLL_S)
     follower.poll()
     on_tick(follower.run, follower)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal or a debugger (Linux; elsewhere nobody knows)."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 def _end(process: Process, follower: Follower) -> None:
@@ -421,8 +450,9 @@ def _agent_text(plan: Plan, code: int) -> str:
 
 
 def _settle_dead(plan: Plan, follower: Follower, fatal: _Rank) -> int | None:
-    """Give the test a rank died in its verdict. Returns the test's index, or None if it died outside a test."""
+    """Give the test a rank died in its verdict. Returns the index of the last test not to be run again, or None."""
     exit_event = fatal.exit or {}
+    fatal = next((r for r in follower.ranks.values() if r.stopped), fatal)  # those who waited for it may end first
     test = fatal.in_test
     how = describe_exit(exit_event["code"])
     if test is None:
@@ -433,7 +463,9 @@ def _settle_dead(plan: Plan, follower: Follower, fatal: _Rank) -> int | None:
             )
         return None
     hung = exit_event["t"] - test["t"] >= test["limit_s"]
-    if hung:
+    if fatal.stopped:
+        reason = f"rank {fatal.number} was stopped (SIGSTOP): not finished within the limit of {test['limit_s']:g} s"
+    elif hung:
         numbers = [r.number for r in follower.ranks.values() if r.busy and r.last_index == test["index"]]
         who = "all ranks" if len(numbers) == plan.world_size > 1 else " ".join(f"rank {n}" for n in numbers)
         reason = f"{who} hung: not finished within the limit of {test['limit_s']:g} s"
@@ -443,7 +475,7 @@ def _settle_dead(plan: Plan, follower: Follower, fatal: _Rank) -> int | None:
     by_rank = dict(old.by_rank) if old else {}
     for r in follower.ranks.values():
         by_rank.setdefault(str(r.number), "ended by torchrun after that" if r.in_test else "finished")
-    by_rank[str(fatal.number)] = "hung" if hung else f"died: {how}"
+    by_rank[str(fatal.number)] = "was stopped" if fatal.stopped else "hung" if hung else f"died: {how}"
     text = "\n".join(
         [
             f"{reason}; the end of its log ({plan.run_dir}/rank{fatal.number}.log):",

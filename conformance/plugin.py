@@ -56,7 +56,9 @@ if TYPE_CHECKING:
 HERE = Path(__file__).resolve().parent
 CLOSE_LIMIT_S = 5.0
 VERDICT_GRACE_S = 1.0
-HANG_GRACE_S = 3.0
+HANG_GRACE_S = 2.0
+END_LIMIT_S = 15.0
+OPEN_LIMIT_S = 30.0
 MEETING_LIMIT_S = 120.0
 TEXT_LIMIT_CHARS = 30_000
 WARM_MODULES = (
@@ -67,6 +69,7 @@ WARM_MODULES = (
     "conformance.oracle",
 )
 LEFT = b"left"
+MISSING = "missing: hung or dead"
 RANKED = pytest.StashKey["Ranked"]()
 RANKED_CODE = pytest.StashKey[pytest.ExitCode]()
 VERSIONS_SHOWN_ENV = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
@@ -342,15 +345,22 @@ class World:
 
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
+        # A busy machine may let ranks come far apart: the group's own timeout begins when all are here.
+        opening_s = max(self._timeout_s, OPEN_LIMIT_S)
+        everyone = range(self.world_size)
+        came = self._ranked.store.gather(f"{self._key}/open", b"", everyone, opening_s)
+        if missing := [r for r in everyone if r not in came]:
+            raise RanksMissing("the start of the test", missing, opening_s)
         dist.init_process_group(
             self._backend,
             store=self._ranked.store.prefix(self._key),
             rank=self.rank,
             world_size=self.world_size,
-            timeout=timedelta(seconds=self._timeout_s),
+            timeout=timedelta(seconds=opening_s),
         )
         group = dist.group.WORLD
         assert group is not None
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout_s), group)
         self.group = group
 
     def _close(self) -> None:
@@ -703,10 +713,18 @@ class Ranked:
         finally:
             faulthandler.cancel_dump_traceback_later()
         self.log.write("verdict", index=index, result=vars(result))
+        if MISSING in result.by_rank.values():
+            self._await_the_end()
         for report in _as_reports(item, result):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
+
+    def _await_the_end(self) -> None:
+        """A rank is missing. Tests without it would fail, so wait until torchrun ends this rank, and then end it."""
+        print(f"rank {self.rank}: waiting for the end, as a rank is missing", file=sys.stderr, flush=True)
+        time.sleep(END_LIMIT_S)
+        os._exit(1)
 
     def _agree(self, item: pytest.Item, mine: dict[str, Any], deadline: float) -> Result:
         """The verdict over all ranks; the same on each of them."""
@@ -823,7 +841,7 @@ def merge(nodeid: str, operation: str, came: dict[int, dict[str, Any]], world_si
     """
     missing = [r for r in range(world_size) if r not in came]
     by_rank = {str(r): came[r]["line"] if came[r]["takes_part"] else "idle" for r in sorted(came)}
-    by_rank.update({str(r): "missing: hung or dead" for r in missing})
+    by_rank.update(dict.fromkeys(map(str, missing), MISSING))
     seconds = max((c["seconds"] for c in came.values()), default=0.0)
     failed = [c for c in came.values() if c["kind"] in ("FAIL", "ERROR")]
     judged = {r: c for r, c in came.items() if c["takes_part"] or c["kind"] != "PASS"}

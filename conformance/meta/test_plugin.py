@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -209,61 +210,106 @@ def test_a_run_can_be_judged_again_from_its_logs(alone):
 DYING = (
     PRELUDE
     + """
-def test_rank_1_exits_with_3(world):
-    if world.rank == 1:
+import ctypes, threading
+
+def do(how):
+    if how == "asserts":
+        assert 3 == 4, "planted"
+    if how == "raises":
+        raise KeyError("planted")
+    if how == "skips":
+        pytest.skip("planted skip")
+    if how == "exits":
         os._exit(3)
-    total(world, 1)
-
-def test_right_numbers_after_an_exit(world):
-    assert total(world, 1 + world.rank) == 3.0
-
-@pytest.mark.limit_s(2)
-def test_rank_1_hangs(world):
-    if world.rank == 1:
+    if how == "leaves":
+        os._exit(0)
+    if how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "crashes":
+        ctypes.string_at(0)
+    if how == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if how == "hangs":
         time.sleep(1000)
 
-def test_right_numbers_after_a_hang(world):
-    assert total(world, 1 + world.rank) == 3.0
-
-def test_rank_0_is_killed(world):
-    if world.rank == 0:
-        os.kill(os.getpid(), signal.SIGKILL)
+def case(world, how, when):
+    if world.rank == 1 and when == "before":
+        do(how)
+    if when == "inside":
+        if world.rank == 0:
+            time.sleep(0.6)
+        elif how == "hangs":
+            dist.all_reduce(torch.empty(1), async_op=True)
+            do(how)
+        else:
+            threading.Timer(0.2, do, [how]).start()
     total(world, 1)
-
-def test_last_passes(world):
-    assert total(world, 4) == 8.0
+    if world.rank == 1 and when == "after":
+        do(how)
+    if when == "after":
+        world.barrier_store()
 """
 )
+
+ENDS = {
+    "exits": "rank 1 died: exit code 3",
+    "leaves": "rank 1 died: exit code 0",
+    "killed": "rank 1 died: signal SIGKILL",
+    "crashes": "rank 1 died: signal SIGSEGV",
+    "stopped": "rank 1 was stopped (SIGSTOP): not finished within the limit of 5 s",
+    "hangs": "rank 1 hung: not finished within the limit of 5 s",
+    "asserts": "rank 1 failed in call: AssertionError: planted",
+    "raises": "rank 1 failed in call: KeyError: 'planted'",
+    "skips": "ranks [1] skipped and others did not (planted skip)",
+}
+LIMIT_S = 5
+WHEN = ("before", "inside", "after")
+CASES = [(how, when) for how in ("exits", "killed", "stopped", "hangs") for when in WHEN]
+CASES += [(how, when) for how in ("asserts", "raises", "skips") for when in ("before", "after")]
+CASES += [("leaves", "before"), ("crashes", "inside")]
 
 
 @pytest.fixture(scope="module")
 def dying(tmp_path_factory: pytest.TempPathFactory) -> Launched:
-    return run_file(tmp_path_factory.mktemp("dying"), DYING, 2, "--group-timeout-s=4")
+    """All cases; three runs at once, for ranks that hang leave the processors alone."""
+    runs = []
+    for hows in (("stopped",), ("hangs",), tuple(how for how in ENDS if how not in ("stopped", "hangs"))):
+        source = DYING
+        for how, when in (case for case in CASES if case[0] in hows):
+            mark = f"@pytest.mark.limit_s({LIMIT_S})\n" if len(hows) == 1 else ""
+            source += f"\n{mark}def test_{how}_{when}(world):\n    case(world, {how!r}, {when!r})\n"
+            source += f"\ndef test_sound_after_{how}_{when}(world):\n    assert total(world, 1 + world.rank) == 3.0\n"
+        runs.append((tmp_path_factory.mktemp(hows[0]), source, 2, "--group-timeout-s=4"))
+    with ThreadPoolExecutor() as pool:
+        first, *others = pool.map(lambda run: run_file(*run, limit_s=170), runs)
+    for other in others:
+        first.results |= other.results
+        first.problems += other.problems
+        first.out += other.out
+        first.err += other.err
+        first.returncode &= other.returncode
+    return first
 
 
-def test_a_dead_or_hung_rank_costs_one_verdict(dying):
-    assert dying.kinds() == {
-        "test_rank_1_exits_with_3": "FAIL",
-        "test_right_numbers_after_an_exit": "PASS",
-        "test_rank_1_hangs": "FAIL",
-        "test_right_numbers_after_a_hang": "PASS",
-        "test_rank_0_is_killed": "FAIL",
-        "test_last_passes": "PASS",
-    }, dying.out + dying.err
+@pytest.mark.parametrize("how, when", CASES)
+def test_a_rank_that_fails_is_named_with_what_it_did_and_the_next_test_is_unharmed(dying, how, when):
+    result = dying.results[f"test_{how}_{when}"]
+    assert result["kind"] == "FAIL", dying.out + dying.err
+    assert result["reason"].startswith(ENDS[how]), result
+    assert dying.results[f"test_sound_after_{how}_{when}"]["kind"] == "PASS", dying.out + dying.err
+
+
+def test_deaths_cost_no_other_verdict(dying):
     assert dying.returncode == 1
     assert not dying.problems
+    assert len(dying.results) == 2 * len(CASES)
 
 
-def test_a_dead_rank_is_named_with_its_exit(dying):
-    assert dying.results["test_rank_1_exits_with_3"]["reason"] == "rank 1 died: exit code 3"
-    assert dying.results["test_rank_0_is_killed"]["reason"] == "rank 0 died: signal SIGKILL"
-
-
-def test_a_hung_rank_is_named_with_its_stack(dying):
-    r = dying.results["test_rank_1_hangs"]
-    assert r["reason"] == "rank 1 hung: not finished within the limit of 2 s"
-    assert "in test_rank_1_hangs" in r["text"], "the stack of the hung rank must be in the report"
-    assert r["by_rank"]["0"] == "passed"
+def test_a_failed_report_has_what_helps_to_find_the_cause(dying):
+    assert "in case" in dying.results["test_hangs_after"]["text"], "the stack of the hung rank"
+    assert dying.results["test_hangs_after"]["by_rank"]["1"] == "hung"
+    assert "in string_at" in dying.results["test_crashes_inside"]["text"], "the stack of the crash"
+    assert "assert 3 == 4" in dying.results["test_asserts_before"]["text"]
 
 
 DEADLINE = (
@@ -283,7 +329,7 @@ def test_never_runs(world):
 
 
 def test_the_deadline_ends_everything_and_names_what_did_not_finish(tmp_path):
-    run = run_file(tmp_path, DEADLINE, 2, "--deadline-s=14", "--group-timeout-s=100", limit_s=40)
+    run = run_file(tmp_path, DEADLINE, 2, "--deadline-s=9", "--group-timeout-s=100", limit_s=40)
     assert run.returncode == 1
     assert run.kinds() == {"test_passes": "PASS", "test_never_ends": "FAIL"}
     assert "rank 0: in test_it.py::test_never_ends" in run.problems.replace(str(tmp_path) + "/", "")
