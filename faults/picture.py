@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from faults.judge import Verdict
 
 WIDTH, LANE, TOP, LEFT = 1200, 84, 92, 96
+LEGEND = "▼ call issued   ● fault   ✕ error   bars: calls (clean blue, armed red, healed green)"
 BEATS = {"clean": "#dfe8f2", "armed": "#f7e2dc", "bystanders": "#eeeeee", "healed": "#dff0e0"}
 PHASES = {
     "issue": "#1f77b4",
@@ -48,9 +49,7 @@ def draw(record: Record, verdict: Verdict) -> str:
         x = LEFT + i * 121
         out.append(f'<rect x="{x}" y="58" width="3" height="12" fill="{colour}"/>')
         out.append(f'<text x="{x + 7}" y="68" font-size="11">{name}</text>')
-    out.append(
-        '<text x="12" y="84" font-size="11">▼ call issued   ● fault   ✕ error   bars: calls (clean blue, armed red, healed green)</text>'
-    )
+    out.append('<text x="12" y="84" font-size="11">{LEGEND}</text>')
 
     def x_of(at_s: float) -> float:
         return round(LEFT + (at_s - first) * scale, 2)

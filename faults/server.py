@@ -57,6 +57,8 @@ class Server:
                 for line in lines:
                     self._give(json.loads(line))
         for launch in list(self._launches):
+            if launch.busy:  # nobody waits for it any more; the kernel ends its ranks with it
+                os.kill(launch.pid, signal.SIGKILL)
             self._dismiss(launch)
 
     def _answer(self, message: dict[str, Any]) -> None:
