@@ -50,9 +50,7 @@ def run_pytest(run_dir: Path, *args: str, cwd: Path = ROOT, limit_s: float = 120
     Raises:
         subprocess.TimeoutExpired: it did not end within limit_s (and was ended).
     """
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
-    env = {k: v for k, v in env.items() if not k.startswith("PYTEST_")}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = without_ranks()
     command = [*args, "--run-dir", str(run_dir)]
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = start_pytest(command, env, cwd, out, err)
@@ -69,6 +67,18 @@ def run_pytest(run_dir: Path, *args: str, cwd: Path = ROOT, limit_s: float = 120
         return Launched(process.returncode or 0, out.read(), err.read(), run_dir)
 
 
+def without_ranks() -> dict[str, str]:
+    """This process's environment, for a launch of its own."""
+    ours = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if k not in ours and not k.startswith("PYTEST_")}
+    return env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def ranked_args(ranks: int) -> list[str]:
+    """To run a file outside the suite on ranks, with the control subject."""
+    return ["-p", "conformance.plugin", "--ranked", "--subject", "torch_native", "--world-size", str(ranks)]
+
+
 def start_pytest(args: list[str], env: dict[str, str], cwd: Path, out: Any, err: Any) -> Any:
     """Start it; something with the names of subprocess.Popen."""
     if env.get(SOCKET_ENV) != "0":
@@ -82,5 +92,6 @@ def run_file(folder: Path, source: str, ranks: int, *args: str, limit_s: float =
     folder.mkdir(exist_ok=True)
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\nxfail_strict = true\n")
     (folder / "test_it.py").write_text(source)
-    common = ("-p", "conformance.plugin", "--ranked", "--subject", "torch_native", "--world-size", str(ranks))
-    return run_pytest(folder / "run", *common, str(folder / "test_it.py"), *args, cwd=folder, limit_s=limit_s)
+    return run_pytest(
+        folder / "run", *ranked_args(ranks), str(folder / "test_it.py"), *args, cwd=folder, limit_s=limit_s
+    )
