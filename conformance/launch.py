@@ -20,6 +20,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -126,6 +127,7 @@ class _Rank:
     in_test: dict[str, Any] | None = None
     busy: bool = False
     last_index: int = -1
+    last_nodeid: str = ""
     exit: dict[str, Any] | None = None
     ended: bool = False
     stopped: bool = False
@@ -155,7 +157,7 @@ class Follower:
         kind = e["event"]
         if kind == "start":
             rank.pid, rank.in_test, rank.exit, rank.ended, rank.last_index = e["pid"], None, None, False, -1
-            rank.busy = rank.stopped = False
+            rank.busy, rank.stopped, rank.last_nodeid = False, False, ""
             self.run.started = self.run.started or e["t"]
         elif kind == "header":
             self.run.header.update(e["header"])
@@ -167,7 +169,7 @@ class Follower:
                 self.run.problems.append(text)
         elif kind == "test_start":
             rank.in_test = e
-            rank.last_index = e["index"]
+            rank.last_index, rank.last_nodeid = e["index"], e["nodeid"]
             rank.busy = True
         elif kind == "outcome":
             rank.busy = False
@@ -238,6 +240,9 @@ class Plan:
         deadline_s: the whole run's.
         cwd: where the ranks start.
         stop_at_first: no new generation after a dead rank (-x).
+        orders: if set, ranks run no test until this file says which (`conformance/spread.py`), one JSON line each; the
+            index of a test is then that of its order.
+        env: environment of the ranks beyond this process's.
         warm_args, warm_modules: what pytest would collect, and modules, to be imported once for all ranks.
     """
 
@@ -247,6 +252,8 @@ class Plan:
     deadline_s: float
     cwd: Path
     stop_at_first: bool = False
+    orders: Path | None = None
+    env: dict[str, str] = field(default_factory=dict)
     warm_args: tuple[str, ...] = ()
     warm_modules: tuple[str, ...] = ()
 
@@ -275,7 +282,7 @@ def launch(plan: Plan, on_result: Callable[[Result], None], on_tick: Callable[[R
     follower = Follower(run, on_result)
     deadline = time.monotonic() + plan.deadline_s
     first_index = 0
-    env = _environment()
+    env = _environment() | plan.env
     log = (plan.run_dir / "nursery.log").open("ab")
     with _sigterm_interrupts(), log, nearest(env, log) as nursery:
         for generation in range(MAX_GENERATIONS):
@@ -300,12 +307,13 @@ def launch(plan: Plan, on_result: Callable[[Result], None], on_tick: Callable[[R
                     run.problems.append(_agent_text(plan, process.returncode))
                 break
             index = _settle_dead(plan, follower, fatal)
-            if index is None or plan.stop_at_first or index + 1 >= len(run.nodeids):
+            if index is None or plan.stop_at_first or (not plan.orders and index + 1 >= len(run.nodeids)):
                 break
             first_index = index + 1
         else:
             run.problems.append(f"gave up after {MAX_GENERATIONS} generations of ranks: too many died")
-    _miss_none(run)
+    if not plan.orders:
+        _miss_none(run)
     run.ended = time.time()
     return run
 
@@ -319,7 +327,10 @@ def _miss_none(run: Run) -> None:
 
 @contextlib.contextmanager
 def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM ends the launcher as Ctrl-C does, so that what it started is ended too."""
+    """SIGTERM ends the launcher as Ctrl-C does, so that what it started is ended too. In the main thread only."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def interrupt(signum: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -352,6 +363,7 @@ def _start(plan: Plan, first_index: int, generation: int, env: dict[str, str], n
         *("--standalone", "--nproc-per-node", str(plan.world_size)),
         *("-m", "conformance.launch", "--run-dir", str(plan.run_dir), "--"),
         *(*plan.pytest_args, f"--run-dir={plan.run_dir}", "--launched", f"--first-index={first_index}"),
+        *([f"--orders={plan.orders}"] if plan.orders else []),
     ]
     with (plan.run_dir / "torchrun.log").open("ab") as log:
         log.write(f"generation {generation}: torchrun {args}\n".encode())
@@ -456,12 +468,11 @@ def _settle_dead(plan: Plan, follower: Follower, fatal: _Rank) -> int | None:
     test = fatal.in_test
     how = describe_exit(exit_event["code"])
     if test is None:
-        where = "after its last test" if fatal.last_index >= 0 else "before its first test"
-        if not follower.run.problems:
-            follower.run.problems.append(
-                f"rank {fatal.number} died {where} ({how}); the end of its log:\n{log_tail(plan.run_dir, fatal.number)}"
-            )
-        return None
+        where = f"after {fatal.last_nodeid}" if fatal.last_nodeid else "before its first test"
+        verb = "was stopped" if fatal.stopped else "died"
+        text = f"rank {fatal.number} {verb} {where} ({how}); the end of its log:"
+        follower.run.problems.append(f"{text}\n{log_tail(plan.run_dir, fatal.number)}")
+        return fatal.last_index if fatal.last_nodeid and not fatal.ended else None
     hung = exit_event["t"] - test["t"] >= test["limit_s"]
     if fatal.stopped:
         reason = f"rank {fatal.number} was stopped (SIGSTOP): not finished within the limit of {test['limit_s']:g} s"

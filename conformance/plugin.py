@@ -19,6 +19,8 @@ A test with an argument `mode` runs once for each of the subject's modes.
 Markers: `ranks(1, 2, 3)` runs the test in sub-worlds of these sizes; `requires("ordered_sum", dtypes="float32")` makes
 it UNSUPPORTED for subjects that do not claim it; `limit_s(120)` replaces --limit-s. Options: see `pytest --help`.
 
+`pytest -n 4 conformance` (pytest-xdist) spreads the tests over workers that each start ranks of their own (spread.py).
+
 Verdicts: PASS; FAIL: the subject is wrong, hung or died; UNSUPPORTED: it says so itself; XFAIL, strict; ERROR: the
 suite broke (setup, teardown, memory, the store).
 """
@@ -46,7 +48,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from conformance.launch import GENERATION_MARK, EventLog, Plan, Result, launch, new_run_dir
+from conformance.launch import GENERATION_MARK, EventLog, Plan, Result, Tail, launch, new_run_dir
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -69,6 +71,7 @@ WARM_MODULES = (
     "conformance.oracle",
 )
 LEFT = b"left"
+ORDER_POLL_S = 0.01
 MISSING = "missing: hung or dead"
 RANKED = pytest.StashKey["Ranked"]()
 RANKED_CODE = pytest.StashKey[pytest.ExitCode]()
@@ -90,6 +93,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     g.addoption("--example", default="", help="run this one drawn example only; a failed test says which")
     g.addoption("--ranked", action="store_true", help="run all named paths on ranks, not only those of the suite")
     g.addoption("--launched", action="store_true", help=argparse.SUPPRESS)
+    g.addoption("--orders", default="", help=argparse.SUPPRESS)
     g.addoption("--warm", action="store_true", help=argparse.SUPPRESS)  # collecting for its imports only
     g.addoption("--first-index", type=int, default=0, help=argparse.SUPPRESS)
 
@@ -105,6 +109,10 @@ def pytest_configure(config: pytest.Config) -> None:
         "proves(*ids): the requirements of docs/CONFORMANCE.md that the test shows",
     ):
         config.addinivalue_line("markers", line)
+    if hasattr(config, "workerinput") and "ranked_args" in config.workerinput:
+        from conformance.spread import Worker
+
+        config.pluginmanager.register(Worker(config), "conformance-spread")
     if inside():
         config.option.xmlpath = None  # the launcher writes the one JUnit
         ranked = Ranked(config)
@@ -126,6 +134,12 @@ def pytest_cmdline_main(config: pytest.Config) -> pytest.ExitCode | None:
         return None
     ranked_args, plain_args = split_args(config)
     if not ranked_args:
+        return None
+    if getattr(config.option, "numprocesses", None):
+        from conformance.spread import Controller
+
+        _check(config, ranked_args)
+        config.pluginmanager.register(Controller(config, ranked_args, alone=not plain_args), "conformance-spread")
         return None
     code = _launch(config, ranked_args)
     if not plain_args:
@@ -156,8 +170,7 @@ def split_args(config: pytest.Config) -> tuple[list[str], list[str]]:
     plain: list[str] = []
     for arg in config.args:
         path = Path(config.invocation_params.dir, arg.split("::")[0]).resolve()
-        is_suite = path.is_relative_to(HERE) and not path.is_relative_to(HERE / "meta")
-        if config.option.ranked or is_suite:
+        if is_ranked(config, path):
             ranked.append(arg)
         else:
             plain.append(arg)
@@ -166,9 +179,17 @@ def split_args(config: pytest.Config) -> tuple[list[str], list[str]]:
     return ranked, plain
 
 
-def _launch(config: pytest.Config, ranked_args: list[str]) -> pytest.ExitCode:
-    """Check the arguments cheaply, start the ranks, show and write what came out."""
-    from conformance.report import Reporter
+def is_ranked(config: pytest.Config, path: Path) -> bool:
+    """Whether the tests of a file run on ranks."""
+    return bool(config.option.ranked) or (path.is_relative_to(HERE) and not path.is_relative_to(HERE / "meta"))
+
+
+def _check(config: pytest.Config, ranked_args: list[str]) -> None:
+    """What is wrong with the arguments, as far as can be seen cheaply.
+
+    Raises:
+        pytest.UsageError: that.
+    """
     from conformance.subjects import check_name
 
     option = config.option
@@ -186,23 +207,46 @@ def _launch(config: pytest.Config, ranked_args: list[str]) -> pytest.ExitCode:
     if problem:
         raise pytest.UsageError(problem)
 
-    start = Path(config.invocation_params.dir)
-    run_dir = Path(start, option.run_dir) if option.run_dir else new_run_dir(config.rootpath / "runs")
+
+def run_dir_of(config: pytest.Config) -> Path:
+    """Make the run's folder.
+
+    Raises:
+        pytest.UsageError: it holds another run.
+    """
+    given = config.option.run_dir
+    run_dir = Path(config.invocation_params.dir, given) if given else new_run_dir(config.rootpath / "runs")
     run_dir.mkdir(parents=True, exist_ok=True)
-    if any(run_dir.glob("rank*.jsonl")):
+    if any(run_dir.rglob("rank*.jsonl")):
         raise pytest.UsageError(f"--run-dir {run_dir} holds another run; name an empty one")
+    return run_dir
+
+
+def plan_of(config: pytest.Config, ranked_args: list[str], inner_args: list[str], run_dir: Path, **more: Any) -> Plan:
+    """What to launch for these paths."""
+    option, start = config.option, Path(config.invocation_params.dir)
     suite = [a for a in ranked_args if Path(start, a.split("::")[0]).resolve().is_relative_to(HERE)]
-    plan = Plan(
-        pytest_args=tuple(_inner_args(config, ranked_args)),
+    return Plan(
+        pytest_args=tuple(inner_args),
         world_size=option.world_size,
         run_dir=run_dir,
         deadline_s=option.deadline_s,
         cwd=start,
-        stop_at_first=option.maxfail == 1,
         warm_args=tuple([*suite, "--warm"] if suite else ()),
         warm_modules=(*WARM_MODULES, *_module_of(option.subject)),
+        **more,
     )
-    junit = Path(start, option.xmlpath) if option.xmlpath else run_dir / "junit.xml"
+
+
+def _launch(config: pytest.Config, ranked_args: list[str]) -> pytest.ExitCode:
+    """Check the arguments cheaply, start the ranks, show and write what came out."""
+    from conformance.report import Reporter
+
+    option = config.option
+    _check(config, ranked_args)
+    run_dir = run_dir_of(config)
+    plan = plan_of(config, ranked_args, inner_args(config, ranked_args), run_dir, stop_at_first=option.maxfail == 1)
+    junit = Path(config.invocation_params.dir, option.xmlpath) if option.xmlpath else run_dir / "junit.xml"
     reporter = Reporter(run_dir, option.subject, verbose=option.verbose)
     run = launch(plan, reporter.on_result, reporter.on_tick)
     reporter.finish(run, junit)
@@ -217,12 +261,11 @@ def _module_of(subject: str) -> list[str]:
     """The module of a subject of this folder: it can be imported before there are ranks; of others nobody knows."""
     if ":" in subject:
         return []
-    return ["conformance.subjects." + subject.split(".")[0]] + ["conformance.subjects.zipccl"] * subject.startswith(
-        "broken."
-    )
+    names = ["broken", "zipccl"] if subject.startswith("broken.") else [subject]
+    return [f"conformance.subjects.{name}" for name in names]
 
 
-def _inner_args(config: pytest.Config, ranked_args: list[str]) -> list[str]:
+def inner_args(config: pytest.Config, ranked_args: list[str]) -> list[str]:
     """What the person typed, with the paths reduced to the ranked ones, and xdist off."""
     args = list(config.invocation_params.args)
     for named in reversed(config.option.file_or_dir or []):
@@ -590,6 +633,7 @@ class Ranked:
         faulthandler.register(signal.SIGUSR1, self.stacks, all_threads=True)
         self.left_behind: list[str] = []
         self.index_of: dict[str, int] = {}
+        self.order: int | None = None
         self._order: int | None = None
         self._key = ""
         self.clean = True
@@ -631,7 +675,8 @@ class Ranked:
             self.log.write("problem", text=text)
             raise pytest.UsageError(text)
         self.log.write("collected", count=len(nodeids), nodeids=nodeids if self.rank == 0 else [])
-        del items[: self.config.option.first_index]
+        if not self.config.option.orders:
+            del items[: self.config.option.first_index]
         gc.collect()
         gc.freeze()  # what lives now lives to the end: the collection after each test need not look at it (80 ms)
         if items and self.rank == 0:
@@ -673,6 +718,27 @@ class Ranked:
     def pytest_internalerror(self, excrepr: object) -> None:
         self.log.write("problem", text=f"rank {self.rank}: pytest itself broke:\n{excrepr}")
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
+        """With --orders: run what the file says, as it says it."""
+        if not self.config.option.orders:
+            return None
+        if session.testsfailed and not session.config.option.continue_on_collection_errors:
+            raise session.Interrupted(f"{session.testsfailed} errors during collection")
+        by_nodeid = {item.nodeid: item for item in session.items}
+        orders = Tail(Path(self.config.option.orders))
+        count = 0
+        while True:
+            for order in orders.read():
+                if order["event"] == "end":
+                    return True
+                count += 1
+                if count > self.config.option.first_index:
+                    self.order = count - 1
+                    item = by_nodeid[order["nodeid"]]
+                    session.config.hook.pytest_runtest_protocol(item=item, nextitem=None)
+            time.sleep(ORDER_POLL_S)
+
     # -- one test
 
     def sub_world(self, item: pytest.Item) -> int:
@@ -686,7 +752,7 @@ class Ranked:
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
         from _pytest.runner import runtestprotocol
 
-        index = self.index_of[item.nodeid]
+        index = self.index_of[item.nodeid] if self.order is None else self.order
         limit = item.get_closest_marker("limit_s")
         limit_s = float(limit.args[0]) if limit else float(self.config.option.limit_s)
         n = self.sub_world(item)
@@ -715,7 +781,7 @@ class Ranked:
         self.log.write("verdict", index=index, result=vars(result))
         if MISSING in result.by_rank.values():
             self._await_the_end()
-        for report in _as_reports(item, result):
+        for report in as_reports(item, result):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
         return True
@@ -867,7 +933,7 @@ def merge(nodeid: str, operation: str, came: dict[int, dict[str, Any]], world_si
     return Result(nodeid, kind, reason, text, by_rank, operation, seconds)
 
 
-def _as_reports(item: pytest.Item, result: Result) -> list[pytest.TestReport]:
+def as_reports(item: pytest.Item, result: Result) -> list[pytest.TestReport]:
     """The verdict as pytest's three reports, the same on every rank."""
 
     def report(when: str, outcome: str, longrepr: Any = None, **extra: Any) -> pytest.TestReport:
@@ -904,6 +970,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     named = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
     if collection_path == meta:
         return True if inside() or not any(path.is_relative_to(meta) for path in named) else None
+    if config.pluginmanager.hasplugin("conformance-spread"):
+        return None
     on_ranks = collection_path.is_relative_to(HERE) and not collection_path.is_relative_to(meta)
     if on_ranks and collection_path.is_file() and not inside() and not only_shows(config):
         if RANKED_CODE not in config.stash and not any(path.is_relative_to(HERE) for path in named):

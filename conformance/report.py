@@ -207,6 +207,7 @@ def as_json(run: Run) -> dict[str, Any]:
         "header": run.header,
         "world_size": run.world_size,
         "ok": run.ok(),
+        "started": run.started,
         "seconds": run.ended - run.started,
         "counts": dict(counts(run)),
         "problems": run.problems,
@@ -215,6 +216,15 @@ def as_json(run: Run) -> dict[str, Any]:
         "frames": frames_by_kind(run.rows),
         "rows": run.rows,
     }
+
+
+def from_json(data: dict[str, Any], run_dir: Path) -> Run:
+    """The Run of a `report.json`."""
+    run = Run(run_dir, data["world_size"], header=data["header"], rows=data["rows"], problems=data["problems"])
+    run.results = {r["nodeid"]: Result(**r) for r in data["results"]}
+    run.nodeids = [*run.results, *data["not_run"]]
+    run.started, run.ended = data["started"], data["started"] + data["seconds"]
+    return run
 
 
 def write_junit(run: Run, path: Path) -> None:
