@@ -165,6 +165,7 @@ class Player:
 
 @pytest.mark.requires("independent")
 @pytest.mark.limit_s(150)
+@pytest.mark.proves("EXCH-1", "EXCH-6", "WORK-4")
 def test_any_interleaving_of_asynchronous_calls_gives_each_its_own_data(world, mode):
     player = Player(world, mode, supported(world, OPERATIONS))
     programs_in_step(world, Calls, player.play, max_examples=4, max_steps=30)

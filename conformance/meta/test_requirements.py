@@ -26,9 +26,8 @@ SHOWN_BY = {
         "test_plugin.py::test_merge_blames_the_earliest_failure_and_not_the_lowest_rank",
     ),
     "PLUGIN-3": (
-        "test_plugin.py::test_a_dead_or_hung_rank_costs_one_verdict",
-        "test_plugin.py::test_a_dead_rank_is_named_with_its_exit",
-        "test_plugin.py::test_a_hung_rank_is_named_with_its_stack",
+        "test_plugin.py::test_a_rank_that_fails_is_named_with_what_it_did_and_the_next_test_is_unharmed",
+        "test_plugin.py::test_deaths_cost_no_other_verdict",
     ),
     "PLUGIN-4": ("test_plugin.py::test_a_lone_skip_is_named", "test_plugin.py::test_merge_fails_when_some_skip"),
     "PLUGIN-5": ("test_plugin.py::test_one_junit_has_every_test",),
@@ -39,6 +38,11 @@ SHOWN_BY = {
         "test_plugin.py::test_ranks_that_collect_different_tests_do_not_run",
     ),
     "PLUGIN-9": ("test_plugin.py::test_under_plain_torchrun_ranks_agree_and_name_the_store_when_it_is_gone",),
+    "PLUGIN-10": ("test_kill.py::test_killing_any_rank_at_any_moment_ends_the_run_with_its_name",),
+    "PLUGIN-11": (
+        "test_in_step.py::test_all_ranks_report_the_same_minimal_example_and_who_failed",
+        "test_in_step.py::test_the_printed_command_runs_the_minimal_example_again",
+    ),
     "JUDGE-3": (
         "test_oracle.py::test_ordered_sum_equals_numpys_float32_in_rank_order",
         "test_oracle.py::test_premul_rounds_before_the_sum",
