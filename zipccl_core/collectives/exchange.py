@@ -31,7 +31,7 @@ import torch
 
 from ..errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
 from ..frame import FORMAT_VERSION
-from ..policy.switch import Decision, Policy, explain
+from ..policy.switch import Decision, Place, Policy, Switch, explain
 from .board import Board
 from .message import Incoming, Message, dtype_text, encode_message
 from .reduce import ReduceSpec
@@ -84,11 +84,18 @@ class Call:
     sequence: int = -1
     control_sends: list[tuple[int, Any]] = field(default_factory=list)
     send_failure: tuple[int, RuntimeError] | None = None
+    paused: bool = False
     arrivals_s: dict[int, float] = field(default_factory=dict)
     messages: dict[int, Message] = field(default_factory=dict)
     done: threading.Event = field(default_factory=threading.Event)
     error: ZipcclError | None = None
     decision: Decision | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where this call recurs; the same on all ranks if they call alike."""
+        dtype = dtype_text(self.dtype) if self.dtype else ""
+        return (self.operation, self.stage, dtype, self.total_words.bit_length())
 
     def record_for(self, rank: int, peer: int, policy: int) -> CallRecord:
         """This rank's call record for one peer."""
@@ -181,6 +188,7 @@ class Exchange:
         self.rank, self.size, self.policy = rank, size, policy
         self.broken: ZipcclError | None = None
         self._fingerprint = policy.fingerprint()
+        self._switch, self._plain = Switch(policy), replace(policy, compress="never")
         self.stats: dict[str, Counter[str]] = {}
         self.last_decision: Decision | None = None
         self._board = board
@@ -318,6 +326,9 @@ class Exchange:
             # Published, because giving up may cut off this rank's own verdict on its way.
             raise self.give_up(error, error)
         self._end_transfers(call, transfers, deadline)
+        if error is None:  # as on every other rank
+            raw, sent = sum(v.raw_bytes for v in verdicts), sum(v.sent_bytes for v in verdicts)
+            self._switch.learn(call.place, raw, sent)
         repairable = self.policy.retransmit and self.policy.verify == "wait"
         if error is not None and repairable and all(v.error is None or v.damaged for v in verdicts):
             return self._retransmit(call, verdicts, time.monotonic() + self.policy.timeout_s)
@@ -325,17 +336,16 @@ class Exchange:
 
     def _retransmit(self, call: Call, verdicts: list[Verdict], deadline: float) -> ZipcclError | None:
         """Send the messages that came damaged once more, as they are; every rank knows which from the verdicts."""
-        plain = replace(self.policy, compress="never")
         tag = _DATA_TAG + call.sequence % _TAGS
         transfers: list[Any] = []
         arrivals: list[tuple[Incoming, Any]] = []
         for verdict in verdicts:
             if self.rank in verdict.damaged:
-                message = encode_message(plain, call.sends[verdict.src], call.sequence, self.rank, verdict.src)
+                message = encode_message(self._plain, call.sends[verdict.src], call.sequence, self.rank, verdict.src)
                 transfers += [(verdict.src, w) for w in self.transport.send_message(message, verdict.src, tag)]
                 self.count(call.operation, [message], 0)
         for src in verdicts[self.rank].damaged:
-            incoming = Incoming(plain, call.receives[src], call.sequence, src, self.rank)
+            incoming = Incoming(self._plain, call.receives[src], call.sequence, src, self.rank)
             arrivals.append((incoming, self.transport.recv("data", incoming.phase_one, src, tag)))
         refused: _Refused | None = None
         for incoming, work in arrivals:
@@ -357,6 +367,7 @@ class Exchange:
 
     def _exchange(self, call: Call, deadline: float, transfers: list[Any]) -> bool:
         """Records, phase one, phase two; whether all is here. _Refused if something that came is wrong."""
+        call.paused = not self._switch.codes_now(call.place)
         messages = call.messages = self._encode(call)
         if call.sends and call.native is None and call.invalid is None:
             call.receives[self.rank].copy_(call.sends[self.rank])
@@ -428,7 +439,8 @@ class Exchange:
                 messages[peer] = next(iter(messages.values()))
             else:
                 dst = ALL_RANKS if call.same_for_all else peer
-                messages[peer] = encode_message(self.policy, call.sends[peer], call.sequence, self.rank, dst)
+                policy = self._plain if call.paused else self.policy
+                messages[peer] = encode_message(policy, call.sends[peer], call.sequence, self.rank, dst)
         return messages
 
     def _post(
@@ -445,7 +457,8 @@ class Exchange:
             message = self.sent(call, peer, message)
             transfers += [(peer, work) for work in self.transport.send_message(message, peer, tag)]
         if call.receives and call.receives[peer].numel():
-            incoming = Incoming(self.policy, call.receives[peer], call.sequence, peer, self.rank)
+            policy = self._plain if call.paused else self.policy
+            incoming = Incoming(policy, call.receives[peer], call.sequence, peer, self.rank)
             arrivals.append((incoming, self.transport.recv("data", incoming.phase_one, peer, tag)))
 
     def sent(self, call: Call, peer: int, message: Message) -> Message:
@@ -494,10 +507,12 @@ class Exchange:
 
     def _share_verdict(self, call: Call, refused: _Refused | None, deadline: float) -> list[Verdict]:
         """All ranks' verdicts on a call, in rank order."""
-        mine = Verdict(call.sequence, self.rank)
+        coded = [message for message in call.messages.values() if message.coded]
+        raw, sent = sum(message.raw_bytes for message in coded), sum(message.sent_bytes for message in coded)
+        mine = Verdict(call.sequence, self.rank, raw_bytes=raw, sent_bytes=sent)
         if refused is not None:
             damaged = refused.damaged if len(refused.damaged) <= MOST_DAMAGED else ()
-            mine = Verdict(call.sequence, self.rank, refused.error, refused.fatal, damaged)
+            mine = replace(mine, error=refused.error, fatal=refused.fatal, damaged=damaged)
         packed = mine.pack()
         verdicts = {self.rank: Verdict.parse(packed)}  # as the peers read it
         self.reached("verdict", call)
@@ -600,7 +615,8 @@ class Exchange:
         dtype = dtype_text(call.dtype) if call.dtype else ""
         coded = sum(message.coded for message in messages.values())
         largest = max((message.raw_bytes for message in messages.values()), default=0)
-        reason = call.native_reason or explain(self.policy, dtype, coded, len(messages), largest)
+        paused = "coding did not pay at this place; it is tried again later" if call.paused else ""
+        reason = call.native_reason or paused or explain(self.policy, dtype, coded, len(messages), largest)
         decision = Decision("compressed" if coded else "native", reason, call.operation, call.sequence)
         sent_natively = 0
         if call.native is not None:

@@ -214,6 +214,7 @@ class Verdict:
         error: kind and text, None if all went well.
         fatal: transfers may be left hanging, so that the Communicator cannot go on.
         damaged: ranks whose message to src was damaged, if that is all that is wrong; at most MOST_DAMAGED.
+        raw_bytes, sent_bytes: of the messages that src coded in this call.
     """
 
     sequence: int
@@ -221,9 +222,11 @@ class Verdict:
     error: ZipcclError | None = field(default=None)
     fatal: bool = False
     damaged: tuple[int, ...] = ()
+    raw_bytes: int = 0
+    sent_bytes: int = 0
 
     BYTES = CONTROL_BYTES
-    _BODY = struct.Struct(f"<4sBBQIHH{MOST_DAMAGED}I")
+    _BODY = struct.Struct(f"<4sBBQIQQHH{MOST_DAMAGED}I")
     _TEXT_BYTES = CONTROL_BYTES - _BODY.size - _CRC.size
     MAGIC = b"ZVER"
 
@@ -232,19 +235,19 @@ class Verdict:
         kind, text = (0, b"") if self.error is None else (1 + _kind_index(self.error), str(self.error).encode())
         text = text[: self._TEXT_BYTES]
         damaged = (*self.damaged, *[0] * (MOST_DAMAGED - len(self.damaged)))
-        numbers = (kind, self.fatal, self.sequence, self.src, len(text), len(self.damaged), *damaged)
-        return _seal(self._BODY.pack(self.MAGIC, *numbers) + text, self.BYTES)
+        numbers = (kind, self.fatal, self.sequence, self.src, self.raw_bytes, self.sent_bytes, len(text))
+        return _seal(self._BODY.pack(self.MAGIC, *numbers, len(self.damaged), *damaged) + text, self.BYTES)
 
     @classmethod
     def parse(cls, data: bytes) -> Verdict:
         """Raises CorruptFrame if damaged."""
         body = _unseal(data, "verdict")
-        magic, kind, fatal, sequence, src, text_bytes, n_damaged, *damaged = cls._BODY.unpack_from(body)
+        magic, kind, fatal, sequence, src, raw, sent, text_bytes, n_damaged, *damaged = cls._BODY.unpack_from(body)
         if magic != cls.MAGIC or kind > len(ERROR_KINDS) or text_bytes > cls._TEXT_BYTES or n_damaged > MOST_DAMAGED:
             raise CorruptFrame(f"verdict: magic {magic!r}, kind {kind} are none of ours")
         text = body[cls._BODY.size : cls._BODY.size + text_bytes].decode(errors="replace")
         error = ERROR_KINDS[kind - 1](text) if kind else None
-        return cls(sequence, src, error, bool(fatal), tuple(damaged[:n_damaged]))
+        return cls(sequence, src, error, bool(fatal), tuple(damaged[:n_damaged]), raw, sent)
 
 
 def _kind_index(error: ZipcclError) -> int:

@@ -21,7 +21,8 @@ class Policy:
     """How a Communicator behaves; the same on all ranks, which is checked when one is made.
 
     Attributes:
-        compress: "always" codes every message of a coded dtype, "never" none, "auto" those of min_bytes and more.
+        compress: "always" codes every message of a coded dtype, "never" none, "auto" those of min_bytes and more, while
+            coding pays where the call recurs (see Switch).
         min_bytes: raw bytes a message to one peer must have for "auto" to code it.
         codebook: "fitted" takes the most frequent exponents of a sample of each message, "gaussian" those of a normal
             distribution of its standard deviation; or one Codebook for all.
@@ -82,6 +83,57 @@ class Decision:
     reason: str
     operation: str
     sequence: int
+
+
+Place = tuple[str, int, str, int]
+"""Where a call recurs: operation, stage, dtype, and the size class of what all ranks have alike (0 if uneven)."""
+
+
+@dataclass
+class _Pause:
+    """What is known of one place: how many calls to leave uncoded, and how many were left the last time."""
+
+    left: int = 0
+    length: int = 0
+
+
+class Switch:
+    """Turns coding off where it does not pay, and on again; for compress="auto".
+
+    A pure function of what all ranks have heard: `codes_now` only looks, and `learn` is told, in the order of the
+    calls, what the verdicts of all ranks said. So all ranks decide alike at the same call.
+
+    A call whose coded messages did not shrink by LEAST_RATIO makes the next call at its place go native, then the next
+    2, 4 … MOST_PAUSE; after each pause one call is coded to see. One that shrank ends it.
+    """
+
+    LEAST_RATIO = 1.05
+    MOST_PAUSE = 64
+
+    def __init__(self, policy: Policy) -> None:
+        self._adapts = policy.compress == "auto"
+        self._places: dict[Place, _Pause] = {}
+
+    def codes_now(self, place: Place) -> bool:
+        """Whether the next call at a place may be coded."""
+        pause = self._places.get(place)
+        return pause is None or pause.left == 0
+
+    def learn(self, place: Place, raw_bytes: int, sent_bytes: int) -> None:
+        """What the latest call at a place did, without an error, over all ranks.
+
+        Args:
+            raw_bytes, sent_bytes: of the messages that were coded; 0 if none was.
+        """
+        if not self._adapts:
+            return
+        pause = self._places.setdefault(place, _Pause())
+        if pause.left:
+            pause.left -= 1
+        elif raw_bytes:
+            shrank = raw_bytes >= self.LEAST_RATIO * sent_bytes
+            pause.length = 0 if shrank else min(max(1, 2 * pause.length), self.MOST_PAUSE)
+            pause.left = pause.length
 
 
 def explain(policy: Policy, dtype: str, coded: int, messages: int, largest_bytes: int) -> str:

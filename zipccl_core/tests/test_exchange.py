@@ -343,6 +343,29 @@ def test_verified_late_a_disagreement_is_raised_by_the_next_call_too() -> None:
     made.close()
 
 
+def test_coding_goes_off_and_on_again_at_the_same_call_on_all_ranks() -> None:
+    made = Ranks(3, Policy(compress="auto", min_bytes=1000, timeout_s=20.0))
+    noise = [torch.randint(-(1 << 15), 1 << 15, (N_WORDS,), dtype=torch.int16) for _ in range(3)]
+    kinds = ["words"] * 2 + ["noise"] * 6 + ["words"] * 6
+
+    def run(rank: int) -> Any:
+        modes = []
+        for kind in kinds:
+            mine = [words(r) if kind == "words" or r else noise[r].view(torch.bfloat16) for r in range(3)]
+            mine = [noise[r].view(torch.bfloat16) for r in range(3)] if kind == "noise" else mine
+            out = torch.full((3 * N_WORDS,), -1, dtype=torch.int16).view(torch.bfloat16)
+            made.comms[rank].all_gather_into_tensor(out, mine[rank])
+            assert torch.equal(out.view(torch.int16), torch.cat(mine).view(torch.int16))
+            modes.append(made.comms[rank].last_decision.mode)
+        return modes
+
+    seen = made.each(run)
+    c, n = "compressed", "native"
+    # Noise is coded once, then 1 call is not, one is, 2 are not, one is; then 4 are not, and words are coded again.
+    assert seen == [[c, c, c, n, c, n, n, c, n, n, n, n, c, c]] * 3
+    made.close()
+
+
 def test_the_last_to_arrive_is_known_with_its_lateness(ranks: Ranks) -> None:
     def run(rank: int) -> Any:
         if rank == 1:

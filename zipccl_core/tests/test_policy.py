@@ -1,11 +1,13 @@
 """Policy and decision: pure functions of what all ranks know."""
 
+from itertools import pairwise
+
 import pytest
 
 from zipccl_core import Codebook, Policy
 from zipccl_core.errors import InvalidArgument
 from zipccl_core.frame import max_frame_bytes, static_bytes
-from zipccl_core.policy.switch import explain, prefix_bytes
+from zipccl_core.policy.switch import Switch, explain, prefix_bytes
 
 
 @pytest.mark.parametrize(
@@ -69,3 +71,41 @@ def test_reasons_say_what_happened() -> None:
     assert "2 of 3 messages" in explain(policy, "bfloat16", 2, 3, 1000)
     assert "nothing to send" in explain(policy, "bfloat16", 0, 0, 0)
     assert explain(Policy(compress="never"), "bfloat16", 0, 3, 9) == 'compress="never"'
+
+
+PLACE = ("all_gather_into_tensor", 0, "bfloat16", 20)
+
+
+def decisions(switch: Switch, shrinks: list[bool]) -> list[bool]:
+    """What a switch decides at one place, call by call, when coded calls shrink or not."""
+    made = []
+    for good in shrinks:
+        made.append(switch.codes_now(PLACE))
+        switch.learn(PLACE, 100 if made[-1] else 0, 70 if good else 100)
+    return made
+
+
+def test_coding_that_does_not_pay_pauses_twice_as_long_each_time() -> None:
+    made = decisions(Switch(Policy()), [False] * 400)
+    coded = [i for i, decision in enumerate(made) if decision]
+    assert [b - a - 1 for a, b in pairwise(coded)][:9] == [1, 2, 4, 8, 16, 32, 64, 64, 64]
+
+
+def test_coding_that_pays_again_stays_on_without_flapping() -> None:
+    made = decisions(Switch(Policy()), [True] * 5 + [False] * 20 + [True] * 40)
+    assert made[:6] == [True] * 6
+    assert [i for i in range(6, 25) if made[i]] == [7, 10, 15, 24]  # after pauses of 1, 2, 4 and 8
+    first_on = made.index(True, 25)
+    assert first_on == 25 + 16
+    assert made[first_on:] == [True] * len(made[first_on:])
+
+
+def test_a_pause_at_one_place_is_none_at_another() -> None:
+    switch = Switch(Policy())
+    switch.learn(PLACE, 100, 100)
+    assert not switch.codes_now(PLACE)
+    assert switch.codes_now(("all_gather_into_tensor", 0, "bfloat16", 21))
+
+
+def test_always_means_always() -> None:
+    assert decisions(Switch(Policy(compress="always")), [False] * 10) == [True] * 10
