@@ -131,6 +131,30 @@ def test_gradients_widened_to_float32_are_sent_without_their_empty_halves(world)
     assert stats["sent_bytes"] <= stats["raw_bytes"] * 11.6 / 32
 
 
+@pytest.mark.requires("decides", variants="auto")
+@pytest.mark.operation("all_gather_into_tensor")
+@pytest.mark.proves("ESC-8", "ESC-5")
+def test_coding_goes_off_where_it_does_not_pay_and_on_again_at_the_same_call_on_all_ranks(world):
+    n = 20_000
+    comm = world.communicator("auto")
+    modes: list[str] = []
+    for call, kind in enumerate(["gaussian"] * 2 + ["noise"] * 8 + ["gaussian"] * 10):
+        inputs = [
+            patterns("gaussian", n, rank, call)
+            if kind == "gaussian"
+            else rng_of("noise", rank, call).integers(0, 1 << 16, n).astype(np.uint16)
+            for rank in range(world.world_size)
+        ]
+        exercise(world, comm, "all_gather_into_tensor", inputs, "bfloat16", what=f"(call {call}, {kind})")
+        modes.append(comm.last_decision.mode)
+    assert set(map(tuple, world.exchange(modes))) == {tuple(modes)}, "the ranks decided differently"
+    assert modes[:3] == ["compressed"] * 3, "nobody can know that noise does not shrink before it was tried"
+    assert modes[3:10].count("native") >= 4, "words that do not shrink are coded on and on"
+    assert modes[-2:] == ["compressed"] * 2, "coding is not tried again"
+    on = modes.index("compressed", 10)
+    assert modes[on:] == ["compressed"] * len(modes[on:]), "it flaps, though words shrink"
+
+
 # ------------------------------------------------------------------------------------------------------ the codec
 
 
