@@ -35,6 +35,7 @@ STACKS_GRACE_S = 1.0
 KILL_GRACE_S = 10.0
 SUSPECT_S = 0.5
 OVERDUE_S = 3.0
+NOT_FINISHED = 70
 MAX_GENERATIONS = 40
 GENERATION_MARK = "==== generation"
 
@@ -132,6 +133,10 @@ class _Rank:
     ended: bool = False
     stopped: bool = False
 
+    def meant_to_end(self) -> bool:
+        """It ended in a test whose marker `ends` names it."""
+        return bool(self.exit and self.in_test and self.number in self.in_test.get("ends", ()))
+
 
 _WORSE = {"PASS": 0, "UNSUPPORTED": 1, "XFAIL": 1, "FAIL": 2, "ERROR": 3}
 
@@ -196,6 +201,7 @@ class Follower:
     def fatal(self) -> _Rank | None:
         """The rank that ended first without having finished its session, if any."""
         dead = [r for r in self.ranks.values() if r.exit and not r.exit.get("told") and (r.exit["code"] or not r.ended)]
+        dead = [r for r in dead if not r.meant_to_end()] or dead
         return min(dead, key=lambda r: r.exit["t"] if r.exit else 0.0) if dead else None
 
     def overdue(self, grace_s: float) -> list[_Rank]:
@@ -473,12 +479,16 @@ def _settle_dead(plan: Plan, follower: Follower, fatal: _Rank) -> int | None:
         text = f"rank {fatal.number} {verb} {where} ({how}); the end of its log:"
         follower.run.problems.append(f"{text}\n{log_tail(plan.run_dir, fatal.number)}")
         return fatal.last_index if fatal.last_nodeid and not fatal.ended else None
+    if fatal.meant_to_end() and test["nodeid"] in follower.run.results:
+        return int(test["index"])  # the survivors have judged it
     hung = exit_event["t"] - test["t"] >= test["limit_s"]
+    others: list[int] = []
     if fatal.stopped:
         reason = f"rank {fatal.number} was stopped (SIGSTOP): not finished within the limit of {test['limit_s']:g} s"
     elif hung:
         numbers = [r.number for r in follower.ranks.values() if r.busy and r.last_index == test["index"]]
         who = "all ranks" if len(numbers) == plan.world_size > 1 else " ".join(f"rank {n}" for n in numbers)
+        others = [n for n in numbers if n != fatal.number]
         reason = f"{who} hung: not finished within the limit of {test['limit_s']:g} s"
     else:
         reason = f"rank {fatal.number} died: {how}"
@@ -491,6 +501,7 @@ def _settle_dead(plan: Plan, follower: Follower, fatal: _Rank) -> int | None:
         [
             f"{reason}; the end of its log ({plan.run_dir}/rank{fatal.number}.log):",
             log_tail(plan.run_dir, fatal.number),
+            *(f"rank {n} at that time:\n{log_tail(plan.run_dir, n)}" for n in others),
             *([old.text] if old and old.text else []),
         ]
     )
@@ -529,10 +540,32 @@ def supervise(run_dir: Path, pytest_args: list[str]) -> int:
     signal.signal(signal.SIGINT, stop)
     die_with_parent(signal.SIGTERM)
     code = child.wait()
-    EventLog(run_dir / f"rank{rank}.jsonl", rank=rank).write("exit", code=code, told=bool(told))
+    path = run_dir / f"rank{rank}.jsonl"
+    EventLog(path, rank=rank).write("exit", code=code, told=bool(told))
     if code and not told:
         time.sleep(SUPERVISOR_GRACE_S)
+    if not told:
+        _outlive(path, int(os.environ["WORLD_SIZE"]), rank)
+        if code == 0 and "end" not in [e["event"] for e in list(Tail(path).read())[-2:]]:
+            return NOT_FINISHED  # torchrun would take 0 for success, and let the others wait
     return code if code >= 0 else 128 - code
+
+
+def _outlive(path: Path, world_size: int, rank: int) -> None:
+    """If the rank ended as its test meant it to (marker `ends`), stay until the survivors have their verdict.
+
+    torchrun ends all ranks as soon as one of its own processes has ended.
+    """
+    test: dict[str, Any] = next((e for e in reversed(list(Tail(path).read())) if e["event"] == "test_start"), {})
+    if rank not in test.get("ends", ()):
+        return
+    until = time.time() + test["limit_s"] + OVERDUE_S
+    waiting = {r: Tail(path.with_name(f"rank{r}.jsonl")) for r in range(world_size) if r not in test["ends"]}
+    while waiting and time.time() < until:
+        for number, tail in list(waiting.items()):
+            if any(e["event"] == "verdict" and e["index"] == test["index"] and e["t"] > test["t"] for e in tail.read()):
+                del waiting[number]
+        time.sleep(POLL_S)
 
 
 def _start_rank(pytest_args: list[str], log: IO[bytes]) -> Process:

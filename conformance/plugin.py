@@ -17,7 +17,9 @@ same tests in the same order, and:
 A test with an argument `mode` runs once for each of the subject's modes.
 
 Markers: `ranks(1, 2, 3)` runs the test in sub-worlds of these sizes; `requires("ordered_sum", dtypes="float32")` makes
-it UNSUPPORTED for subjects that do not claim it; `limit_s(120)` replaces --limit-s. Options: see `pytest --help`.
+it UNSUPPORTED for subjects that do not claim it; `limit_s(120)` replaces --limit-s; `ends(1)` says that rank 1 ends
+within the test, as it is meant to: the others are kept alive, and their verdict counts. Options: see `pytest --help`.
+Tests with Hypothesis's @given, or with in_step.py, draw on rank 0 and shrink on all ranks in step.
 
 `pytest -n 4 conformance` (pytest-xdist) spreads the tests over workers that each start ranks of their own (spread.py).
 
@@ -61,6 +63,7 @@ VERDICT_GRACE_S = 1.0
 HANG_GRACE_S = 2.0
 END_LIMIT_S = 15.0
 OPEN_LIMIT_S = 30.0
+EXIT_LIMIT_S = 5.0
 MEETING_LIMIT_S = 120.0
 TEXT_LIMIT_CHARS = 30_000
 WARM_MODULES = (
@@ -104,6 +107,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "outer: runs in the pytest that a person started, never on ranks",
         "ranks(*sizes): run in sub-worlds of the first n ranks, for each n",
         "requires(*flags, **members): capabilities without which the test is UNSUPPORTED",
+        "ends(*ranks): these ranks end within the test, as it means them to; the survivors' verdict counts",
         "limit_s(seconds): how long one rank may take, in place of --limit-s",
         "operation(name): the collective the test is about, for the report",
         "proves(*ids): the requirements of docs/CONFORMANCE.md that the test shows",
@@ -362,6 +366,7 @@ class World:
         group: a fresh default group of it (gloo; on cuda also NCCL).
         device: where tensors under test belong.
         subject: who is judged.
+        ends: ranks that end within the test (marker `ends`).
     """
 
     def __init__(self, ranked: Ranked, nodeid: str, key: str, world_size: int, group_timeout_s: float) -> None:
@@ -370,6 +375,7 @@ class World:
         self.rank = ranked.rank
         self.world_size = world_size
         self.subject = ranked.subject
+        self.ends: list[int] = []
         on_cuda = ranked.config.option.device == "cuda"
         self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
         self.group: dist.ProcessGroup
@@ -416,7 +422,8 @@ class World:
 
         if self._ranked.clean:
             limit_s = min(self._timeout_s + VERDICT_GRACE_S, self._ranked.deadline - time.monotonic())
-            self._ranked.store.gather(f"{self._key}/done", b"", range(self.world_size), limit_s)
+            there = [r for r in range(self.world_size) if r not in self.ends]
+            self._ranked.store.gather(f"{self._key}/done", b"", there, limit_s)
         else:
             self._ranked.store.put(f"{self._key}/done", b"")
         failed, stuck = self._close_communicators(self._communicators, together=not self._ranked.clean)
@@ -491,6 +498,17 @@ class World:
 
         group = dist.new_group(list(ranks), timeout=timedelta(seconds=self._timeout_s), backend=self._backend)
         return group if self.rank in ranks else None
+
+    def survivors(self) -> dist.ProcessGroup:
+        """A new group of the ranks that do not end in this test; only they call this, when the others are gone."""
+        import torch.distributed as dist
+
+        return dist.new_group(
+            [r for r in range(self.world_size) if r not in self.ends],
+            timeout=timedelta(seconds=self._timeout_s),
+            backend=self._backend,
+            use_local_synchronization=True,
+        )
 
     def require(self, *flags: str, **members: str | Sequence[str]) -> None:
         """End the test as UNSUPPORTED unless the subject claims all of it; see Capabilities.missing."""
@@ -636,6 +654,7 @@ class Ranked:
         self.order: int | None = None
         self._order: int | None = None
         self._key = ""
+        self._gone: list[int] = []
         self.clean = True
         self.deadline = 0.0
         self._subject: Subject | None = None
@@ -758,7 +777,10 @@ class Ranked:
         n = self.sub_world(item)
         takes_part = self.rank < n <= self.world_size
         self._key, self._order, self.clean = f"test{index}", None, True
-        self.log.write("test_start", index=index, nodeid=item.nodeid, limit_s=limit_s, operation=_operation(item))
+        ends = [r for r in _ends(item) if r < min(n, self.world_size)]
+        self.log.write(
+            "test_start", index=index, nodeid=item.nodeid, limit_s=limit_s, operation=_operation(item), ends=ends
+        )
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         began = time.monotonic()
         self.deadline = began + limit_s
@@ -779,7 +801,7 @@ class Ranked:
         finally:
             faulthandler.cancel_dump_traceback_later()
         self.log.write("verdict", index=index, result=vars(result))
-        if MISSING in result.by_rank.values():
+        if MISSING in result.by_rank.values() or self._gone:
             self._await_the_end()
         for report in as_reports(item, result):
             item.ihook.pytest_runtest_logreport(report=report)
@@ -788,13 +810,14 @@ class Ranked:
 
     def _await_the_end(self) -> None:
         """A rank is missing. Tests without it would fail, so wait until torchrun ends this rank, and then end it."""
-        print(f"rank {self.rank}: waiting for the end, as a rank is missing", file=sys.stderr, flush=True)
+        print(f"rank {self.rank}: waiting for the end, as a rank is gone", file=sys.stderr, flush=True)
         time.sleep(END_LIMIT_S)
         os._exit(1)
 
     def _agree(self, item: pytest.Item, mine: dict[str, Any], deadline: float) -> Result:
         """The verdict over all ranks; the same on each of them."""
-        everyone = range(self.world_size)
+        ends = _ends(item)
+        everyone = [r for r in range(self.world_size) if r not in ends]
         try:
             came = self.store.gather(
                 f"{self._key}/outcome", json.dumps(mine).encode(), everyone, deadline - time.monotonic()
@@ -802,7 +825,27 @@ class Ranked:
         except StoreGone as e:
             text = "\n".join(filter(None, [f"rank {self.rank}: {e}", mine["text"]]))
             return Result(item.nodeid, "ERROR", str(e), text, {str(self.rank): str(e)}, _operation(item))
-        return merge(item.nodeid, _operation(item), {r: json.loads(c) for r, c in came.items()}, self.world_size)
+        result = merge(
+            item.nodeid, _operation(item), {r: json.loads(c) for r, c in came.items()}, self.world_size, ends
+        )
+        meant = [r for r in ends if r < self.sub_world(item)]
+        self._gone = [r for r in meant if self._has_ended(r)]
+        if alive := [r for r in meant if r not in self._gone]:
+            text = f"ranks {alive} were to end within this test and did not"
+            return Result(item.nodeid, "FAIL", text, f"{text}\n{result.text}", result.by_rank, _operation(item))
+        return result
+
+    def _has_ended(self, rank: int) -> bool:
+        """Whether its supervisor has written down that a rank is gone; waits a little for it."""
+        path = self.run_dir / f"rank{rank}.jsonl"
+        until = time.monotonic() + EXIT_LIMIT_S
+        while True:
+            latest = [e["event"] for e in Tail(path).read() if e["event"] in ("start", "exit")]
+            if latest[-1:] == ["exit"]:
+                return True
+            if time.monotonic() > until:
+                return False
+            time.sleep(ORDER_POLL_S)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
@@ -864,6 +907,11 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     )
 
 
+def _ends(item: pytest.Item) -> list[int]:
+    """Ranks that end within the test: its markers `ends`."""
+    return sorted({int(r) for marker in item.iter_markers("ends") for r in marker.args})
+
+
 def _operation(item: pytest.Item) -> str:
     """The collective a test is about: its parameter `operation`, or its marker."""
     callspec = getattr(item, "callspec", None)
@@ -899,15 +947,19 @@ def _first_line(text: str) -> str:
     return lines[0][:300] if lines else ""
 
 
-def merge(nodeid: str, operation: str, came: dict[int, dict[str, Any]], world_size: int) -> Result:
+def merge(
+    nodeid: str, operation: str, came: dict[int, dict[str, Any]], world_size: int, ends: Sequence[int] = ()
+) -> Result:
     """One verdict from the outcomes of those ranks that gave one (pure; the same on every rank).
 
     Args:
         came: rank → kind, line, text, order, takes_part, seconds.
+        ends: ranks that give none, as the test means it.
     """
-    missing = [r for r in range(world_size) if r not in came]
+    missing = [r for r in range(world_size) if r not in came and r not in ends]
     by_rank = {str(r): came[r]["line"] if came[r]["takes_part"] else "idle" for r in sorted(came)}
     by_rank.update(dict.fromkeys(map(str, missing), MISSING))
+    by_rank.update(dict.fromkeys(map(str, ends), "ended, as it was to"))
     seconds = max((c["seconds"] for c in came.values()), default=0.0)
     failed = [c for c in came.values() if c["kind"] in ("FAIL", "ERROR")]
     judged = {r: c for r, c in came.items() if c["takes_part"] or c["kind"] != "PASS"}
@@ -1010,6 +1062,7 @@ def world(request: pytest.FixtureRequest, _world_ranks: int | None) -> Iterator[
     ranked = _ranked(request.config)
     size = _world_ranks or ranked.world_size
     w = World(ranked, request.node.nodeid, ranked._key, size, float(request.config.option.group_timeout_s))
+    w.ends = [r for r in _ends(request.node) if r < size]
     try:
         w._open()
         yield w

@@ -312,6 +312,55 @@ def test_a_failed_report_has_what_helps_to_find_the_cause(dying):
     assert "assert 3 == 4" in dying.results["test_asserts_before"]["text"]
 
 
+SURVIVING = (
+    PRELUDE
+    + """
+@pytest.mark.ends(1)
+def test_survivors_see_an_error_and_go_on_in_a_new_group(world):
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError):
+        total(world, 1)
+    time.sleep(1.0)
+    x = torch.ones(1)
+    dist.all_reduce(x, group=world.survivors())
+    assert x.item() == 2.0
+
+def test_all_are_there_again(world):
+    assert total(world, 1) == 3.0
+
+@pytest.mark.ends(2)
+def test_a_survivor_fails(world):
+    if world.rank == 2:
+        os._exit(0)
+    assert world.rank == 1, "planted on a survivor"
+
+@pytest.mark.ends(0)
+def test_rank_0_was_to_end_and_does_not(world):
+    pass
+
+def test_last_passes(world):
+    assert total(world, 1) == 3.0
+"""
+)
+
+
+def test_survivors_of_a_death_that_is_meant_are_kept_alive_and_judged(tmp_path):
+    run = run_file(tmp_path, SURVIVING, 3, "--group-timeout-s=8")
+    assert run.kinds() == {
+        "test_survivors_see_an_error_and_go_on_in_a_new_group": "PASS",
+        "test_all_are_there_again": "PASS",
+        "test_a_survivor_fails": "FAIL",
+        "test_rank_0_was_to_end_and_does_not": "FAIL",
+        "test_last_passes": "PASS",
+    }, run.out + run.err
+    assert not run.problems
+    by_rank = run.results["test_survivors_see_an_error_and_go_on_in_a_new_group"]["by_rank"]
+    assert by_rank == {"0": "passed", "1": "ended, as it was to", "2": "passed"}
+    assert "planted on a survivor" in run.results["test_a_survivor_fails"]["reason"]
+    assert "ranks [0] were to end" in run.results["test_rank_0_was_to_end_and_does_not"]["reason"]
+
+
 DEADLINE = (
     PRELUDE
     + """
