@@ -400,6 +400,8 @@ class World:
         came = self._ranked.store.gather(f"{self._key}/open", b"", everyone, opening_s)
         if missing := [r for r in everyone if r not in came]:
             raise RanksMissing("the start of the test", missing, opening_s)
+        # One that failed has left its group counted, and this one would then look for other keys than its peers.
+        dist.distributed_c10d._world.group_count = 0
         dist.init_process_group(
             self._backend,
             store=self._ranked.store.prefix(self._key),
