@@ -109,6 +109,7 @@ class Run:
     results: dict[str, Result] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    cites: dict[str, list[str]] = field(default_factory=dict)
     started: float = 0.0
     ended: float = 0.0
 
@@ -174,6 +175,7 @@ class Follower:
                 self.run.problems.append(text)
         elif kind == "test_start":
             rank.in_test = e
+            self.run.cites.setdefault(e["nodeid"], e.get("proves", []))
             rank.last_index, rank.last_nodeid = e["index"], e["nodeid"]
             rank.busy = True
         elif kind == "outcome":

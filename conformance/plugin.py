@@ -780,8 +780,15 @@ class Ranked:
         takes_part = self.rank < n <= self.world_size
         self._key, self._order, self.clean = f"test{index}", None, True
         ends = [r for r in _ends(item) if r < min(n, self.world_size)]
+        proves = [name for marker in item.iter_markers("proves") for name in marker.args]
         self.log.write(
-            "test_start", index=index, nodeid=item.nodeid, limit_s=limit_s, operation=_operation(item), ends=ends
+            "test_start",
+            index=index,
+            nodeid=item.nodeid,
+            limit_s=limit_s,
+            operation=_operation(item),
+            ends=ends,
+            proves=proves,
         )
         item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
         began = time.monotonic()

@@ -30,6 +30,7 @@ ROWS_SHOWN = 40
 REASON_CHARS = 200
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd]")
 MIN_COLUMNS = 100
+DOCUMENT = Path(__file__).parents[1] / "docs" / "CONFORMANCE.md"
 
 
 class Reporter:
@@ -121,6 +122,15 @@ def closing_line(run: Run) -> str:
     return f" {', '.join(parts)} in {run.ended - run.started:.2f}s ".center(80, "=")
 
 
+def requirements(run: Run) -> dict[str, list[str]]:
+    """Of the requirements of docs/CONFORMANCE.md: which a test that passed in this run proves, and which none does."""
+    document = DOCUMENT.read_text(encoding="utf-8") if DOCUMENT.exists() else ""
+    known = re.findall(r"^\| ([A-Z0-9]+-\d+) \| ", document, re.MULTILINE)
+    passed = (run.cites.get(r.nodeid, []) for r in run.results.values() if r.kind == "PASS")
+    proved = {name for cited in passed for name in cited}
+    return {"proved": [i for i in known if i in proved], "not_proved": [i for i in known if i not in proved]}
+
+
 def frames_by_kind(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of the table "frames", summed by kind and dtype: bits per word, ratio (raw ÷ frame), escape rate."""
     sums: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -177,6 +187,14 @@ def show(run: Run, out: Console) -> None:
         out.print(_table(name, names, cells_any))
         if len(table_rows) > ROWS_SHOWN:
             out.print(f"  … and {len(table_rows) - ROWS_SHOWN} more rows in report.json")
+    told = requirements(run)
+    if told["proved"]:
+        line = f"requirements: {len(told['proved'])} proved in this run"
+        if told["not_proved"]:
+            few = len(told["not_proved"]) <= ROWS_SHOWN
+            which = ", ".join(told["not_proved"]) if few else "see report.json"
+            line += f"; {len(told['not_proved'])} not (the judge's own tests prove some of them): {which}"
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
     reasons = Counter(r.reason for r in run.results.values() if r.kind == "UNSUPPORTED")
     for reason, n in reasons.most_common(ROWS_SHOWN):
         out.print(f"SKIPPED [{n}] {reason}", markup=False, highlight=False, soft_wrap=True)
@@ -215,6 +233,8 @@ def as_json(run: Run) -> dict[str, Any]:
         "not_run": [n for n in run.nodeids if n not in run.results],
         "frames": frames_by_kind(run.rows),
         "rows": run.rows,
+        "cites": run.cites,
+        "requirements": requirements(run),
     }
 
 
@@ -223,6 +243,7 @@ def from_json(data: dict[str, Any], run_dir: Path) -> Run:
     run = Run(run_dir, data["world_size"], header=data["header"], rows=data["rows"], problems=data["problems"])
     run.results = {r["nodeid"]: Result(**r) for r in data["results"]}
     run.nodeids = [*run.results, *data["not_run"]]
+    run.cites = data["cites"]
     run.started, run.ended = data["started"], data["started"] + data["seconds"]
     return run
 

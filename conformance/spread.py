@@ -71,6 +71,7 @@ class Controller:
             whole.header = whole.header or part.header
             whole.results |= part.results
             whole.rows += part.rows
+            whole.cites |= part.cites
             whole.problems += [f"{path.parent.name}: {problem}" for problem in part.problems]
             whole.started = min(whole.started or part.started, part.started)
             whole.ended = max(whole.ended, part.ended)
