@@ -127,7 +127,12 @@ class Transport:
                 with contextlib.suppress(RuntimeError):
                     nothing = torch.empty(1, dtype=torch.uint8)
                     group.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
-        groups.clear()
+        # A group's destructor waits for its event loop, about 25 ms of idleness: all together, not one by one.
+        droppers = [threading.Thread(target=groups.pop, args=(name,), daemon=True) for name in list(groups)]
+        for dropper in droppers:
+            dropper.start()
+        for dropper in droppers:
+            dropper.join(_FAREWELL_S)
 
     def _listen(self, peer: int) -> None:
         group = self._groups["control"]
