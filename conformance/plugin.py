@@ -397,22 +397,32 @@ class World:
         # A busy machine may let ranks come far apart: the group's own timeout begins when all are here.
         opening_s = max(self._timeout_s, OPEN_LIMIT_S)
         everyone = range(self.world_size)
-        came = self._ranked.store.gather(f"{self._key}/open", b"", everyone, opening_s)
-        if missing := [r for r in everyone if r not in came]:
-            raise RanksMissing("the start of the test", missing, opening_s)
+
+        def meet(key: str, where: str) -> None:
+            came = self._ranked.store.gather(f"{self._key}/{key}", b"", everyone, opening_s)
+            if missing := [r for r in everyone if r not in came]:
+                raise RanksMissing(where, missing, opening_s)
+
+        meet("open", "the start of the test")
         # One that failed has left its group counted, and this one would then look for other keys than its peers.
         dist.distributed_c10d._world.group_count = 0
-        dist.init_process_group(
-            self._backend,
-            store=self._ranked.store.prefix(self._key),
-            rank=self.rank,
-            world_size=self.world_size,
-            timeout=timedelta(seconds=opening_s),
-        )
+        try:
+            dist.init_process_group(
+                self._backend,
+                store=self._ranked.store.prefix(self._key),
+                rank=self.rank,
+                world_size=self.world_size,
+                timeout=timedelta(seconds=opening_s),
+            )
+        except BaseException:
+            self._ranked.store.put(f"{self._key}/connected", b"")  # nobody need wait for one that failed
+            raise
         group = dist.group.WORLD
         assert group is not None
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=self._timeout_s), group)
         self.group = group
+        # One that dies at once must not break the connecting of a peer that is not done: its death is the test's.
+        meet("connected", "the start of the test, while the group was being connected")
 
     def _close(self) -> None:
         """Close what was made, each step bounded. What is stuck is left behind, and the next test has other keys.

@@ -361,6 +361,39 @@ def test_survivors_of_a_death_that_is_meant_are_kept_alive_and_judged(tmp_path):
     assert "ranks [0] were to end" in run.results["test_rank_0_was_to_end_and_does_not"]["reason"]
 
 
+CONNECTING = (
+    PRELUDE
+    + """
+connect = dist.init_process_group
+
+def connect_late(*args, **kwargs):
+    connect(*args, **kwargs)
+    if os.environ["RANK"] == "1":
+        time.sleep(0.7)
+        assert not os.path.exists("begun"), "rank 0 is in the test, and may end and break what is being connected"
+
+dist.init_process_group = connect_late
+
+def test_begins_when_all_are_connected(world):
+    open("begun", "w").close()
+    world.barrier_store()
+    if world.rank == 0:
+        os.remove("begun")
+
+@pytest.mark.ends(0)
+def test_one_may_die_at_once(world):
+    if world.rank == 0:
+        os._exit(0)
+"""
+)
+
+
+def test_no_rank_begins_a_test_while_another_is_being_connected(tmp_path):
+    """A rank that dies at once would break the connecting of its peers, and the verdict would be theirs."""
+    run = run_file(tmp_path, CONNECTING, 2)
+    assert run.kinds() == {"test_begins_when_all_are_connected": "PASS", "test_one_may_die_at_once": "PASS"}, run.out
+
+
 DEADLINE = (
     PRELUDE
     + """
