@@ -1,15 +1,17 @@
-"""The command line: `python -m zipccl_core.cli doctor`."""
+"""The command line: `zipccl doctor`, `zipccl bench`; also as `python -m zipccl_core.cli`."""
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import platform
 import sys
 from collections.abc import Sequence
 
 import torch
 
+from . import bench
 from .codec.cuda import jit
 from .errors import ZipcclError
 from .frame import FORMAT_VERSION
@@ -44,7 +46,10 @@ def doctor(warm: bool, architectures: Sequence[str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; its exit status. Errors of ours are one line on stderr and status 1."""
+    """Run a command; its exit status. Errors are one line on stderr and status 1.
+
+    An error of ours is the same on all ranks, so only rank 0 prints it; any other is printed where it happens.
+    """
     parser = argparse.ArgumentParser(prog="zipccl", description="Lossless compressed collectives: tools.")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("doctor", help="say what this machine has, and compile ahead")
@@ -52,11 +57,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command.add_argument(
         "--arch", action="append", default=[], metavar="SM", help="for this architecture, e.g. sm_90; may be repeated"
     )
+    command = commands.add_parser("bench", help="time and check the collectives over a sweep of sizes, under torchrun")
+    bench.add_arguments(command)
     options = parser.parse_args(arguments)
+    rank = os.environ.get("RANK", "0")
     try:
+        if options.command == "bench":
+            return bench.run(options)
         print("\n".join(doctor(options.warm, options.arch)))
     except ZipcclError as error:
-        print(f"zipccl {options.command}: {error}", file=sys.stderr)
+        if rank == "0":
+            print(f"zipccl {options.command}: {error}", file=sys.stderr)
+        return 1
+    except (RuntimeError, OSError) as error:
+        text = (str(error).splitlines() or [""])[0]
+        print(f"zipccl {options.command}: rank {rank}: {type(error).__name__}: {text}", file=sys.stderr)
         return 1
     return 0
 

@@ -1,0 +1,344 @@
+"""Are compressed collectives faster? torch.distributed and zipccl in turn, round by round, in one run.
+
+    torchrun --nproc-per-node 2 benchmarks/collectives.py                   # CUDA over NVLink if a GPU is visible
+    torchrun --nproc-per-node 2 benchmarks/collectives.py --link host       # the same GPUs over host memory
+    torchrun --nproc-per-node 2 benchmarks/collectives.py --device cpu      # gloo
+
+Prints a table as it goes, and merges the rows of its link into collectives_<gpu>x<ranks>.json, drawn beside it. Any
+row whose output has a wrong bit becomes an error instead of a figure, and the exit status 1.
+
+How it measures. A size is that of a rank's input. Data is N(0, 0.02²), drawn anew by every rank for every rank, so that
+what must come is known apart from any collective. A round takes native and each policy once, each after all ranks have
+met; a call's time is that of its slowest rank (zipccl_core/bench.py: by the host's clock on CPU, by events around the
+call on an idle stream on CUDA); figures are medians over rounds, spreads third quartile minus first. `host_issue_us` is
+the host's time in the issuing call with async_op=True, `host_wait_us` that in wait(); on CUDA some 5 ms of work are
+queued ahead, so that a call that waits for the device shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NCCL_LINKS = {
+    "nvlink": {},
+    "host": {"NCCL_P2P_DISABLE": "1"},
+    "sockets": {
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "NCCL_NSOCKS_PERTHREAD": "4",
+        "NCCL_SOCKET_NTHREADS": "4",
+    },
+}
+OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
+DATA = {"bfloat16": ("bfloat16", False), "float32 widened from bfloat16": ("float32", True)}
+POLICIES = ("auto", "always")
+SIGMA = 0.02
+SIZES = {
+    "cuda": ["4K", "16K", "64K", "256K", "1M", "4M", "16M", "64M", "256M"],
+    "cpu": ["4K", "64K", "1M", "16M"],
+}
+START = "torchrun --nproc-per-node 2 benchmarks/collectives.py"
+AHEAD_CYCLES = 10_000_000  # about 5 ms at 2 GHz
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options; no torch needed."""
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if one is visible")
+    found.add_argument("--link", choices=list(NCCL_LINKS), default="nvlink", help="for CUDA; on CPU it is gloo")
+    found.add_argument("--sizes", nargs="+", metavar="SIZE", help="bytes of a rank's input, e.g. 4K 1M 256M")
+    found.add_argument("--op", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
+    found.add_argument("--dtype", nargs="+", choices=list(DATA), default=list(DATA))
+    found.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
+    found.add_argument("--rounds", type=int, default=15)
+    found.add_argument("--issue-rounds", type=int, default=7, help="rounds for the host's times")
+    found.add_argument("--warmups", type=int, default=3)
+    found.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    return found
+
+
+def choose_link(link: str, environment: Any) -> None:
+    """Set what makes NCCL take a link, and unset what another one needs; before NCCL starts."""
+    for name in {name for names in NCCL_LINKS.values() for name in names}:
+        environment.pop(name, None)
+    environment.update(NCCL_LINKS[link], NCCL_NVLS_ENABLE="0")
+
+
+if __name__ == "__main__":
+    choose_link(parser().parse_args().link, os.environ)
+
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from zipccl_core import Communicator, Policy, ZipcclError, bench  # noqa: E402
+
+# 2.13 renamed these two and warns about the old names; 2.11 and 2.12 have the old names only.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class Native:
+    """torch.distributed on the default group, with a Communicator's methods."""
+
+    def all_gather_into_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Any:
+        return _all_gather(output, input, async_op=async_op)
+
+    def reduce_scatter_tensor(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Any:
+        return _reduce_scatter(output, input, async_op=async_op)
+
+    def all_to_all_single(self, output: torch.Tensor, input: torch.Tensor, async_op: bool) -> Any:
+        return dist.all_to_all_single(output, input, async_op=async_op)
+
+    def all_reduce(self, tensor: torch.Tensor, async_op: bool) -> Any:
+        return dist.all_reduce(tensor, async_op=async_op)
+
+
+def commit() -> str:
+    """The commit that is checked out, marked if the core differs from it; "unknown" without git."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        changed = git("status", "--porcelain", "--", "zipccl_core", ":!zipccl_core/tests")
+        return git("rev-parse", "HEAD") + (" and changes" if changed else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def host_times(trial: bench.Trial, comm: Any, device: torch.device) -> tuple[float, float]:
+    """Microseconds of the host in the issuing call and in wait()."""
+    trial.reset()
+    bench.meet(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda._sleep(AHEAD_CYCLES)
+    start = time.perf_counter()
+    work = trial.call(comm, async_op=True)
+    issued = time.perf_counter()
+    work.wait()
+    waited = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return (issued - start) * 1e6, (waited - issued) * 1e6
+
+
+def measure(
+    operation: bench.Operation,
+    input_bytes: int,
+    data: str,
+    native: Any,
+    comms: dict[str, Communicator],
+    device: torch.device,
+    options: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """The rows of one operation, size and kind of data, one a policy; collective, the same on all ranks."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dtype, widened = bench.DTYPES[DATA[data][0]], DATA[data][1]
+    words = input_bytes // dtype.itemsize // world_size * world_size
+
+    def input_of(r: int) -> torch.Tensor:
+        return bench.draw(1, r, words, dtype, SIGMA, device, widened)
+
+    wanted = bench.expected(operation, rank, world_size, input_of)
+    trial = bench.Trial(operation, operation.placements[0], input_of(rank), rank, world_size)
+    subjects: dict[str, Any] = {"native": native, **comms}
+    before = {policy: bench.books(comm, operation) for policy, comm in comms.items()}
+    times: dict[str, list[float]] = {name: [] for name in subjects}
+    for number in range(options.warmups + options.rounds):
+        for name, comm in subjects.items():
+            trial.reset()
+            bench.meet(device)
+            took = bench.timed_us(lambda comm=comm: trial.call(comm), device)
+            if number >= options.warmups:
+                times[name].append(took)
+    host: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
+    for _ in range(options.issue_rounds):
+        for name, comm in subjects.items():
+            host[name].append(host_times(trial, comm, device))
+    wrong = {}
+    for name, comm in subjects.items():
+        trial.reset()
+        trial.call(comm)
+        # a backend's own sum has other bits, of which nothing is promised
+        [differ] = bench.over_ranks([bench.count_wrong(trial.output, wanted)])
+        wrong[name] = 0 if name == "native" and operation.sums else int(differ)
+
+    taken = {name: bench.slowest(values) for name, values in times.items()}
+    issue = {name: statistics.median(bench.slowest([pair[0] for pair in pairs])) for name, pairs in host.items()}
+    wait = {name: statistics.median(bench.slowest([pair[1] for pair in pairs])) for name, pairs in host.items()}
+    native_us = statistics.median(taken["native"])
+    rows = []
+    for policy, comm in comms.items():
+        ratio, decision = bench.since(bench.books(comm, operation), before[policy])
+        row: dict[str, Any] = {
+            "op": operation.name,
+            "link": options.link,
+            "dtype": data,
+            "policy": policy,
+            "input_bytes": words * dtype.itemsize,
+            "bytes_per_rank": operation.bytes_per_rank(words * dtype.itemsize, world_size),
+        }
+        if wrong[policy] or wrong["native"]:
+            row["error"] = f"wrong elements: {wrong[policy]} of zipccl, {wrong['native']} of native"
+        else:
+            zipccl_us = statistics.median(taken[policy])
+            row |= {
+                "native_us": round(native_us, 1),
+                "native_spread_us": round(bench.spread(taken["native"]), 1),
+                "zipccl_us": round(zipccl_us, 1),
+                "zipccl_spread_us": round(bench.spread(taken[policy]), 1),
+                "speedup": round(native_us / zipccl_us, 4),
+                "host_issue_us": round(issue[policy], 1),
+                "host_wait_us": round(wait[policy], 1),
+                "native_host_issue_us": round(issue["native"], 1),
+                "native_host_wait_us": round(wait["native"], 1),
+                "ratio": round(ratio, 4),
+                "decision": decision,
+            }
+        rows.append(row)
+    return rows
+
+
+HEADING = (
+    f"{'op':14} {'link':7} {'dtype':9} {'policy':6} {'bytes/rank':>10} {'native us':>10} {'spread':>8} "
+    f"{'zipccl us':>10} {'spread':>8} {'speedup':>7} {'issue us':>9} {'wait us':>9} {'ratio':>6} decision"
+)
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row of the table."""
+    dtype = row["dtype"].replace("float32 widened from bfloat16", "widened")
+    left = f"{row['op']:14} {row['link']:7} {dtype:9} {row['policy']:6} {row['bytes_per_rank']:>10} "
+    if "error" in row:
+        return left + f"ERROR {row['error']}"
+    return left + (
+        f"{row['native_us']:10.1f} {row['native_spread_us']:8.1f} {row['zipccl_us']:10.1f} "
+        f"{row['zipccl_spread_us']:8.1f} {row['speedup']:7.3f} {row['host_issue_us']:9.1f} {row['host_wait_us']:9.1f} "
+        f"{row['ratio']:6.3f} {row['decision']}"
+    )
+
+
+def result_name(facts: dict[str, Any], world_size: int) -> str:
+    """Name of the files of a machine, without a suffix."""
+    gpu = (facts["gpu"] or "cpu").lower().replace("nvidia ", "").replace(" ", "_")
+    return f"collectives_{gpu}x{world_size}"
+
+
+def merged(path: Path, facts: dict[str, Any], link: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a results file should hold: these rows, and those of other links that it has.
+
+    `machine` is that of the latest run; each link keeps that of its own in `runs`.
+    """
+    known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": [], "runs": {}}
+    kept = [row for row in known["rows"] if row["link"] != link]
+    return {"machine": facts, "runs": {**known["runs"], link: facts}, "rows": [*kept, *rows]}
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Speedup over bytes: a column of panels a link, a row of them a policy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in result["rows"] if "error" not in row]
+    links, policies = (
+        [k for k in known if any(r[f] == k for r in rows)]
+        for f, known in (("link", [*NCCL_LINKS, "gloo"]), ("policy", POLICIES))
+    )
+    size = (1 + 6 * len(links), 1 + 4 * len(policies))
+    figure, axes = plt.subplots(len(policies), len(links), figsize=size, squeeze=False, constrained_layout=True)
+    for i, policy in enumerate(policies):
+        for j, link in enumerate(links):
+            axis = axes[i][j]
+            for k, operation in enumerate(OPERATIONS):
+                for data, style in zip(DATA, ("-", "--"), strict=True):
+                    key = (operation, link, data, policy)
+                    chosen = [r for r in rows if (r["op"], r["link"], r["dtype"], r["policy"]) == key]
+                    chosen.sort(key=lambda r: r["bytes_per_rank"])
+                    if chosen:
+                        axis.plot(
+                            [r["bytes_per_rank"] for r in chosen],
+                            [r["speedup"] for r in chosen],
+                            style,
+                            color=f"C{k}",
+                            marker="o",
+                            label=f"{operation}, {data.replace(' from bfloat16', '')}",
+                        )
+            axis.axhline(1, color="black", linewidth=1)
+            axis.set_xscale("log", base=2)
+            axis.set(xlabel="raw bytes a rank sends", ylabel="native time ÷ zipccl's", title=f"{link}, {policy}")
+            axis.set_ylim(bottom=0)
+            axis.grid(True, alpha=0.3)
+    axes[0][0].legend(fontsize=7)
+    machine = result["machine"]
+    figure.suptitle(f"{machine['gpu'] or machine['host_cpu']}, {machine['ranks']} ranks, torch {machine['torch']}")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure on all ranks; files, table and picture on rank 0. Exit status: 1 if an output had a wrong bit."""
+    device = bench.open_ranks(options.device, START)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if device.type == "cpu":
+        options.link = "gloo"
+    facts = {**bench.machine(device), "ranks": world_size, "commit": commit()}
+    facts |= {"rounds": options.rounds, "sigma": SIGMA}
+    if world_size < 2:
+        raise bench.InvalidArgument("two ranks or more have something to send, got 1; raise --nproc-per-node")
+    all_bytes = [bench.parse_bytes(size) for size in options.sizes or SIZES[device.type]]
+    if min(all_bytes) < 4 * world_size:
+        raise bench.InvalidArgument(
+            f"--sizes must be {4 * world_size} bytes or more, an element a rank; got {min(all_bytes)}"
+        )
+    comms = {policy: Communicator(policy=Policy(compress=policy)) for policy in options.policy}
+    native = Native()
+    path = options.out / f"{result_name(facts, world_size)}.json"
+    rows: list[dict[str, Any]] = []
+    if rank == 0:
+        options.out.mkdir(parents=True, exist_ok=True)
+        print(HEADING, flush=True)
+    for name in options.op:
+        for data in options.dtype:
+            for input_bytes in all_bytes:
+                new = measure(bench.OPERATIONS[name], input_bytes, data, native, comms, device, options)
+                rows += new
+                if rank == 0:
+                    print(*map(line, new), sep="\n", flush=True)
+                    result = merged(path, facts, options.link, rows)
+                    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if rank == 0:
+        draw(result, path.with_suffix(".png"))
+        print(json.dumps(facts), path, sep="\n")
+    for comm in comms.values():
+        comm.close()
+    dist.destroy_process_group()
+    return 1 if any("error" in row for row in rows) else 0
+
+
+def main() -> int:
+    try:
+        return run(parser().parse_args())
+    except ZipcclError as error:  # the same on all ranks
+        if os.environ.get("RANK", "0") == "0":
+            print(f"benchmarks/collectives.py: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
