@@ -324,7 +324,7 @@ def run(options: argparse.Namespace) -> int:
                     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if rank == 0:
         draw(result, path.with_suffix(".png"))
-        print(json.dumps(facts), path, sep="\n")
+        print(json.dumps(facts), f"load average at the end: {os.getloadavg()[0]:.2f}", path, sep="\n")
     for comm in comms.values():
         comm.close()
     dist.destroy_process_group()
