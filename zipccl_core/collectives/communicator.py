@@ -13,7 +13,9 @@ from ..errors import InvalidArgument
 from ..frame import DTYPES
 from ..policy.switch import Decision, Policy
 from .board import Board, group_store
-from .exchange import Call, Exchange, Work, facts
+from .call import Call
+from .cuda_device import pipeline_on_cuda
+from .exchange import Exchange, Work, facts
 from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
@@ -89,7 +91,7 @@ class Communicator:
         """
 
         def build() -> list[Call]:
-            _check_pair(output_tensor, input_tensor)
+            self._check_pair(output_tensor, input_tensor)
             n = input_tensor.numel()
             if output_tensor.numel() != n * self._size:
                 raise InvalidArgument(
@@ -127,7 +129,7 @@ class Communicator:
         """
 
         def build() -> list[Call]:
-            _check_pair(output, input)
+            self._check_pair(output, input)
             spec = reduce_spec(op)
             n = output.numel()
             if input.numel() != n * self._size:
@@ -165,7 +167,7 @@ class Communicator:
         """
 
         def build() -> list[Call]:
-            _check_pair(output, input)
+            self._check_pair(output, input)
             flat_in = _flat_input(input, output)
             flat_out, finish = _flat_output(output)
             sends = _split(flat_in, input, input_split_sizes, self._size, "input")
@@ -217,7 +219,7 @@ class Communicator:
         """
 
         def build() -> list[Call]:
-            _check_pair(tensor, tensor)
+            self._check_pair(tensor, tensor)
             spec = reduce_spec(op)
             flat, finish = _flat_output(tensor)
             if not tensor.is_contiguous():
@@ -517,7 +519,27 @@ class Communicator:
             raise invalid from exc  # not reached: the verdict holds an error, this one or a lower rank's
         for stage, call in enumerate(calls):
             call.operation, call.stage = operation, stage
+            call.device = (call.sends or call.receives)[0].device.type if call.sends or call.receives else ""
         return self._exchange.submit(*calls)
+
+    def _check_pair(self, output: torch.Tensor, input: torch.Tensor) -> None:
+        for name, tensor in (("output", output), ("input", input)):
+            if not isinstance(tensor, torch.Tensor):
+                raise InvalidArgument(f"{name} must be a tensor, got {type(tensor).__name__}")
+            if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
+                raise InvalidArgument(
+                    f"{name} must be a strided tensor on cpu or cuda, got {tensor.layout} on {tensor.device}"
+                )
+        if output.dtype != input.dtype:
+            raise InvalidArgument(f"output must have the input's dtype {input.dtype}, got {output.dtype}")
+        if output.device != input.device:
+            raise InvalidArgument(f"output must be on the input's device {input.device}, got {output.device}")
+        if any(stride == 0 and size > 1 for stride, size in zip(output.stride(), output.shape, strict=True)):
+            raise InvalidArgument("output must not be expanded: elements share one place; call .contiguous()")
+        if output.device.type != "cpu" and output.device.type not in self._exchange.pipelines:
+            self._exchange.pipelines[output.device.type] = pipeline_on_cuda(self._exchange, self._group, output.device)
+        if (pipeline := self._exchange.pipelines.get(output.device.type)) is not None:
+            pipeline.device.check(output.device)
 
     def _root(self, name: str, rank: int | None, group_rank: int | None) -> int:
         """The group rank of a src or dst given as global or as group rank."""
@@ -539,7 +561,7 @@ class Communicator:
             came = "None" if tensors is None else f"{len(tensors)}"
             raise InvalidArgument(f"{name} must have one tensor a rank, {self._size}, got {came}")
         for each in tensors:
-            _check_pair(each, like)
+            self._check_pair(each, like)
             if each.numel() != like.numel():
                 raise InvalidArgument(f"{name}: every tensor must have {like.numel()} elements, got {each.numel()}")
         return list(tensors)
@@ -562,7 +584,9 @@ class Communicator:
             raise InvalidArgument(f"tag must be 0 to {TAGS - 1}, got {tag!r}")
         call = Call("point_to_point")
         try:
-            _check_pair(tensor, tensor)
+            self._check_pair(tensor, tensor)
+            if tensor.device.type in self._exchange.pipelines:
+                raise InvalidArgument(f"send and recv take cpu tensors, got one on {tensor.device}; use .cpu()")
             flat = flatten()
         except Exception as exc:
             call.invalid = InvalidArgument(f"{'send' if name == 'dst' else 'recv'}: {exc} (on rank {self._rank})")
@@ -586,8 +610,8 @@ class Communicator:
 
     def _rooted(self, tensor: torch.Tensor, root: int) -> Call:
         """A call about one rank, with nothing to send or receive yet."""
-        _check_pair(tensor, tensor)
-        nothing = torch.empty(0, dtype=tensor.dtype)
+        self._check_pair(tensor, tensor)
+        nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         call = Call(dtype=tensor.dtype, total_words=tensor.numel(), root=root)
         call.sends, call.receives = [nothing] * self._size, [nothing] * self._size
         return call
@@ -620,6 +644,9 @@ class Communicator:
             call.receives, call.native_reason = [flat_out] * self._size, why
             call.native = lambda group, timeout: reduce_scatter_native(group, flat_out, flat_in, spec, timeout)
             return call
+        if flat_out.device.type in self._exchange.pipelines:
+            call.receives, call.target = [flat_out] * self._size, flat_out
+            return call
         terms = call.receives = [torch.empty_like(flat_out) for _ in shards]
 
         def reduce_and_finish() -> None:
@@ -628,18 +655,6 @@ class Communicator:
 
         call.finish = reduce_and_finish
         return call
-
-
-def _check_pair(output: torch.Tensor, input: torch.Tensor) -> None:
-    for name, tensor in (("output", output), ("input", input)):
-        if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgument(f"{name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise InvalidArgument(f"{name} must be a strided cpu tensor, got {tensor.layout} on {tensor.device}")
-    if output.dtype != input.dtype:
-        raise InvalidArgument(f"output must have the input's dtype {input.dtype}, got {output.dtype}")
-    if any(stride == 0 and size > 1 for stride, size in zip(output.stride(), output.shape, strict=True)):
-        raise InvalidArgument("output must not be expanded: elements share one place; call .contiguous()")
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -657,7 +672,7 @@ def _flat_output(output: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]
     target = output.detach()
     if target.is_contiguous():
         return target.reshape(-1), lambda: None
-    flat = torch.empty(target.numel(), dtype=target.dtype)
+    flat = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
     return flat, lambda: _scatter_back(target, flat)
 
 

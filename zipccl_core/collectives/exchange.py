@@ -11,11 +11,15 @@ docs/DESIGN.md, "The exchange", says why each step is where it is. In short, for
 Transport trouble and missed deadlines go another way: the first error published on the store's board is raised by all,
 and the Communicator is finished, since nobody can know what its peers still have in flight. It closes its connections,
 which wakes whoever waits for it.
+
+Calls on a device go through a `Pipeline`, which uses the same records, control messages, deadlines and books.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
+import itertools
 import logging
 import queue
 import threading
@@ -23,7 +27,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -31,88 +35,22 @@ import torch
 
 from ..errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
 from ..frame import FORMAT_VERSION
-from ..policy.switch import Decision, Place, Policy, Switch, explain
+from ..policy.switch import Decision, Policy, Switch, explain
 from .board import Board
-from .message import Incoming, Message, dtype_text, encode_message
-from .reduce import ReduceSpec
+from .call import Call, Heard, Refused, data_tag, title
+from .message import Incoming, Message, Sent, dtype_text, encode_message
+from .pipeline import Pipeline
 from .seam import Seam
 from .transport import Control, Transport
-from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Verdict
+from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
 
 log = logging.getLogger("zipccl")
 
-_DATA_TAG = 3
-_TAGS = 1 << 30
 _GRACE_S = 1.0
+_SWEEP_S = 0.002
+_SPINS = 50
+_NAP_S = 50e-6
 EXIT_S = 5.0
-
-
-@dataclass
-class Call:
-    """One collective call as the exchange sees it: what goes to and comes from each peer, and what to do then.
-
-    Attributes:
-        operation: method name.
-        dtype: of all tensors.
-        total_words: elements of the whole call where all ranks must have the same number, else 0.
-        root: group rank that all must name alike, -1 if the operation has none.
-        sends: [rank] → flat contiguous tensor for that rank; the own rank's entry is copied, never encoded.
-        receives: [rank] → flat contiguous tensor to fill with that rank's elements.
-        same_for_all: all peers get the same message, so it is encoded once.
-        spec: the reduction, None if there is none.
-        native: runs the backend's own collective instead of a data exchange; returns after it is done.
-        finish: puts the result where the caller wants it, after all has been received.
-        invalid: why this rank's arguments were refused, None if they were not.
-        stage: 0, or more for the later calls of one that takes several; they share a number and are counted once.
-        before: the call of the stage before, None for the first; if that failed, on all ranks, this is not made.
-    """
-
-    operation: str = ""
-    dtype: torch.dtype | None = None
-    total_words: int = 0
-    root: int = -1
-    sends: list[torch.Tensor] = field(default_factory=list)
-    receives: list[torch.Tensor] = field(default_factory=list)
-    same_for_all: bool = False
-    spec: ReduceSpec | None = None
-    native: Callable[[Any, timedelta], None] | None = None
-    native_reason: str = ""
-    finish: Callable[[], None] = lambda: None
-    invalid: InvalidArgument | None = None
-    stage: int = 0
-    before: Call | None = None
-    sequence: int = -1
-    control_sends: list[tuple[int, Any]] = field(default_factory=list)
-    send_failure: tuple[int, RuntimeError] | None = None
-    paused: bool = False
-    arrivals_s: dict[int, float] = field(default_factory=dict)
-    messages: dict[int, Message] = field(default_factory=dict)
-    done: threading.Event = field(default_factory=threading.Event)
-    error: ZipcclError | None = None
-    decision: Decision | None = None
-
-    @property
-    def place(self) -> Place:
-        """Where this call recurs; the same on all ranks if they call alike."""
-        dtype = dtype_text(self.dtype) if self.dtype else ""
-        return (self.operation, self.stage, dtype, self.total_words.bit_length())
-
-    def record_for(self, rank: int, peer: int, policy: int) -> CallRecord:
-        """This rank's call record for one peer."""
-        return CallRecord(
-            self.sequence,
-            self.operation,
-            rank,
-            dtype_text(self.dtype) if self.dtype else "",
-            self.spec.name if self.spec else "",
-            self.spec.factor_bits if self.spec else 0,
-            self.sends[peer].numel() if self.sends else 0,
-            self.receives[peer].numel() if self.receives else 0,
-            self.total_words,
-            self.root,
-            policy,
-            self.invalid is None,
-        )
 
 
 class Work:
@@ -123,6 +61,9 @@ class Work:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until all is done; True, or the error that all ranks raise.
+
+        Of a call on a device: until its messages are encoded on all ranks and everything else is queued, here and, as
+        far as this rank needs them, on its peers; the current stream then waits for the rest, and the host does not.
 
         Args:
             timeout: how long to wait; the policy's deadline if None.
@@ -137,11 +78,14 @@ class Work:
                 raise RankTimeout(f"{title(call)} is still under way after {timeout}; wait() again")
         if (error := self.exception()) is not None:
             raise again(error)
+        for call in self._calls:
+            if call.on is not None and call.finished is not None:
+                call.on.join(call.finished)
         return True
 
     def is_completed(self) -> bool:
-        """Whether all is done, well or not; never blocks."""
-        return all(call.done.is_set() for call in self._calls)
+        """Whether all is done, on the device too, well or not; never blocks."""
+        return all(c.done.is_set() and (c.finished is None or c.finished.query()) for c in self._calls)
 
     def is_success(self) -> bool:
         """Whether all is done without an error."""
@@ -191,8 +135,8 @@ class Exchange:
         self._switch, self._plain = Switch(policy), replace(policy, compress="never")
         self.stats: dict[str, Counter[str]] = {}
         self.last_decision: Decision | None = None
-        self._board = board
-        self._peers = [r for r in range(size) if r != rank]
+        self.board = board
+        self.peers = [r for r in range(size) if r != rank]
         self._sequence = 0
         self._stopped = False
         self._lock = threading.Lock()
@@ -204,9 +148,10 @@ class Exchange:
         self._pending: ZipcclError | None = None
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._stash: dict[int, dict[bytes, deque[Control]]] = {
-            p: {CallRecord.MAGIC: deque(), Verdict.MAGIC: deque()} for p in self._peers
+            p: {CallRecord.MAGIC: deque(), Sizes.MAGIC: deque(), Verdict.MAGIC: deque()} for p in self.peers
         }
         self._lost: dict[int, str] = {}
+        self.pipelines: dict[str, Pipeline] = {}
         self.transport = Transport(board, rank, size, policy.timeout_s)
         self._thread = threading.Thread(target=self._run, name="zipccl-progress", daemon=True)
         self._thread.start()
@@ -222,11 +167,14 @@ class Exchange:
         with self._lock:
             self.check_open(calls[0].operation)
             number, self._sequence = self._sequence, self._sequence + 1
+            pipeline = self.pipelines.get(calls[0].device)
             for before, call in zip((None, *calls), calls, strict=False):
                 call.sequence, call.before = number, before
+                if pipeline is not None:
+                    call.issued = pipeline.device.now()
                 self.reached("issue", call)
                 call.arrivals_s[self.rank] = time.monotonic()
-                for peer in self._peers:
+                for peer in self.peers:
                     try:
                         work = self.transport.send_control(
                             call.record_for(self.rank, peer, self._fingerprint).pack(), peer
@@ -266,7 +214,7 @@ class Exchange:
 
     def _run(self) -> None:
         torch.set_flush_denormal(False)  # the mode is inherited from the thread that made this one
-        while (call := self._calls.get()) is not None:
+        while (call := self._next()) is not None:
             try:
                 self._execute(call)
             except ZipcclError as exc:
@@ -278,9 +226,23 @@ class Exchange:
             finally:
                 call.finish = lambda: None  # let go of the caller's tensors
                 call.sends, call.receives, call.messages, call.native, call.before = [], [], {}, None, None
+                call.target = call.issued = None
                 call.done.set()
                 del call
+        for pipeline in self.pipelines.values():
+            pipeline.close()
         self.transport.close()
+
+    def _next(self) -> Call | None:
+        """The next call, None for the end; looks after what devices are busy with meanwhile."""
+        while True:
+            busy = [p for p in self.pipelines.values() if p.busy] if self.broken is None else []
+            try:
+                return self._calls.get(timeout=_SWEEP_S if busy else None)
+            except queue.Empty:
+                for pipeline in busy:
+                    with contextlib.suppress(ZipcclError):  # it has finished this Communicator: the next call says so
+                        pipeline.sweep()
 
     def _execute(self, call: Call) -> None:
         if self.broken is not None:
@@ -291,15 +253,20 @@ class Exchange:
         if call.before is not None and call.before.error is not None:
             self._end_transfers(call, [], deadline)
             raise again(call.before.error)
+        if (pipeline := self.pipelines.get(call.device)) is not None and call.invalid is None:
+            pipeline.execute(call, deadline)
+            return
+        wrong = [error for p in self.pipelines.values() if (error := p.settle()) is not None]
         pending, self._pending = self._pending, None  # what the call before found out after it had returned
         transfers: list[Any] = []
-        refused: _Refused | None = None
+        refused = Refused(wrong[0], False) if wrong else None
         complete = False
         try:
-            complete = self._exchange(call, deadline, transfers)
-        except _Refused as exc:
-            refused = exc
+            complete = self._exchange(call, deadline, transfers) and refused is None
+        except Refused as exc:
+            refused = exc.after(refused)
         late = self.policy.verify == "late" and pending is None
+        late = late and call.operation not in ("barrier", "close")  # where ranks meet, what devices did is settled
         late = late and (complete if refused is None else bool(refused.damaged))
         if late:
             self._finish(call)
@@ -316,9 +283,9 @@ class Exchange:
     def _finish(self, call: Call) -> None:
         self.reached("reduce", call)
         call.finish()
-        self._account(call, call.messages)
+        self.account(call, {peer: message.sent() for peer, message in call.messages.items()})
 
-    def _agree(self, call: Call, refused: _Refused | None, deadline: float, transfers: list[Any]) -> ZipcclError | None:
+    def _agree(self, call: Call, refused: Refused | None, deadline: float, transfers: list[Any]) -> ZipcclError | None:
         """Share this rank's verdict on a call, repair what can be repaired, end its transfers; the ranks' one error."""
         verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
         error = next((v.error for v in verdicts if v.error is not None), None)
@@ -328,26 +295,26 @@ class Exchange:
         self._end_transfers(call, transfers, deadline)
         if error is None:  # as on every other rank
             raw, sent = sum(v.raw_bytes for v in verdicts), sum(v.sent_bytes for v in verdicts)
-            self._switch.learn(call.place, raw, sent)
-        repairable = self.policy.retransmit and self.policy.verify == "wait"
+            self.learn(call, raw, sent)
+        repairable = self.policy.retransmit and self.policy.verify != "late"
         if error is not None and repairable and all(v.error is None or v.damaged for v in verdicts):
             return self._retransmit(call, verdicts, time.monotonic() + self.policy.timeout_s)
         return error
 
     def _retransmit(self, call: Call, verdicts: list[Verdict], deadline: float) -> ZipcclError | None:
         """Send the messages that came damaged once more, as they are; every rank knows which from the verdicts."""
-        tag = _DATA_TAG + call.sequence % _TAGS
+        tag = data_tag(call)
         transfers: list[Any] = []
         arrivals: list[tuple[Incoming, Any]] = []
         for verdict in verdicts:
             if self.rank in verdict.damaged:
                 message = encode_message(self._plain, call.sends[verdict.src], call.sequence, self.rank, verdict.src)
                 transfers += [(verdict.src, w) for w in self.transport.send_message(message, verdict.src, tag)]
-                self.count(call.operation, [message], 0)
+                self.count(call.operation, [message.sent()], 0)
         for src in verdicts[self.rank].damaged:
             incoming = Incoming(self._plain, call.receives[src], call.sequence, src, self.rank)
             arrivals.append((incoming, self.transport.recv("data", incoming.phase_one, src, tag)))
-        refused: _Refused | None = None
+        refused: Refused | None = None
         for incoming, work in arrivals:
             self._wait(call, work, deadline, [incoming.src])
             refused = self._open(call, incoming, []) or refused
@@ -366,33 +333,14 @@ class Exchange:
         call.control_sends.clear()
 
     def _exchange(self, call: Call, deadline: float, transfers: list[Any]) -> bool:
-        """Records, phase one, phase two; whether all is here. _Refused if something that came is wrong."""
-        call.paused = not self._switch.codes_now(call.place)
+        """Records, phase one, phase two; whether all is here. Refused if something that came is wrong."""
+        call.paused = not self.codes_now(call)
         messages = call.messages = self._encode(call)
         if call.sends and call.native is None and call.invalid is None:
             call.receives[self.rank].copy_(call.sends[self.rank])
         arrivals: list[tuple[Incoming, Any]] = []
-        refused: _Refused | None = None
-        all_valid = call.invalid is None
-        for src, data in self._control(call, CallRecord.MAGIC, deadline):
-            try:
-                record = CallRecord.parse(data)
-            except ZipcclError as exc:
-                raise _Refused(type(exc)(f"{title(call)}: from rank {src} to rank {self.rank}: {exc}"), True) from None
-            all_valid = all_valid and record.valid
-            if call.invalid is not None or not record.valid:
-                continue
-            wrong = call.record_for(self.rank, src, self._fingerprint).disagreement(record)
-            if wrong:
-                wrong = f"{title(call)}: {wrong}; call it alike on all ranks"
-                # A rank that closes makes no further call: the others cannot go on either.
-                closes = "close" in (call.operation, record.operation)
-                refused = _Refused(PeerError(wrong), closes).after(refused)
-            elif call.native is None:
-                self._post(call, src, messages, arrivals, transfers)
-        self._note_arrivals(call)
-        if call.invalid is not None:
-            refused = _Refused(call.invalid, False).after(refused)
+        heard = self.records(call, deadline, lambda src: self._post(call, src, messages, arrivals, transfers))
+        refused = heard.refused
         overflows: list[tuple[Incoming, Any]] = []
         for incoming, work in arrivals:
             self._wait(call, work, deadline, [incoming.src])
@@ -404,11 +352,48 @@ class Exchange:
             refused = _after(refused, self._unpack(call, incoming))
         if refused is not None:
             raise refused
-        if not all_valid:
+        if not heard.all_valid:
             return False
-        if call.native is not None and self._peers:
-            self._run_native(call, deadline)
+        if call.native is not None and self.peers:
+            self.run_native(call, self.transport.group("native"), deadline)
         return True
+
+    def records(self, call: Call, deadline: float, agrees: Callable[[int], None]) -> Heard:
+        """Hear every peer's record of a call; `agrees` is told of each that fits, unless there is no data to exchange.
+
+        Raises:
+            Refused: a record is damaged.
+        """
+        heard = Heard(None, call.invalid is None, True)
+        for src, data in self._control(call, CallRecord.MAGIC, deadline):
+            try:
+                record = CallRecord.parse(data)
+            except ZipcclError as exc:
+                raise Refused(type(exc)(f"{title(call)}: from rank {src} to rank {self.rank}: {exc}"), True) from None
+            heard.all_valid = heard.all_valid and record.valid
+            if call.invalid is not None or not record.valid:
+                continue
+            heard.one_device = heard.one_device and record.device == call.device
+            wrong = call.record_for(self.rank, src, self._fingerprint).disagreement(record)
+            if wrong:
+                wrong = f"{title(call)}: {wrong}; call it alike on all ranks"
+                # A rank that closes makes no further call: the others cannot go on either.
+                closes = "close" in (call.operation, record.operation)
+                heard.refused = Refused(PeerError(wrong), closes).after(heard.refused)
+            elif call.native is None:
+                agrees(src)
+        self._note_arrivals(call)
+        if call.invalid is not None:
+            heard.refused = Refused(call.invalid, False).after(heard.refused)
+        return heard
+
+    def codes_now(self, call: Call) -> bool:
+        """Whether the place of a call is not paused."""
+        return self._switch.codes_now(call.place)
+
+    def learn(self, call: Call, raw_bytes: int, sent_bytes: int) -> None:
+        """What all ranks' coded messages of a call weighed; see Switch."""
+        self._switch.learn(call.place, raw_bytes, sent_bytes)
 
     def received(self, phase: str, call: Call, src: int, buffer: torch.Tensor) -> None:
         """Let the seam see, and perhaps change, bytes that have come."""
@@ -431,7 +416,7 @@ class Exchange:
         messages: dict[int, Message] = {}
         if call.native is not None or call.invalid is not None:
             return messages
-        for peer in self._peers if call.sends else []:
+        for peer in self.peers if call.sends else []:
             if call.sends[peer].numel() == 0:
                 continue
             self.reached("encode", call, peer, call.sends[peer])
@@ -452,7 +437,7 @@ class Exchange:
         transfers: list[Any],
     ) -> None:
         """Post phase one to and from a peer whose record agrees, and phase two to it if the prefix overflowed."""
-        tag = _DATA_TAG + call.sequence % _TAGS
+        tag = data_tag(call)
         if (message := messages.get(peer)) is not None:
             message = self.sent(call, peer, message)
             transfers += [(peer, work) for work in self.transport.send_message(message, peer, tag)]
@@ -474,38 +459,39 @@ class Exchange:
             phase_two=message.phase_two if two is None else two,
         )
 
-    def _open(self, call: Call, incoming: Incoming, overflows: list[tuple[Incoming, Any]]) -> _Refused | None:
+    def _open(self, call: Call, incoming: Incoming, overflows: list[tuple[Incoming, Any]]) -> Refused | None:
         """Look at a message whose phase one is here: unpack it, or post its phase two."""
         try:
             rest = incoming.open()
         except CorruptFrame as exc:
             # Without a size to believe, a phase two cannot be received, so the sender may be left with it.
-            return _Refused(CorruptFrame(f"{self._where(call, incoming)}: {exc}"), incoming.coded)
+            return Refused(CorruptFrame(f"{self._where(call, incoming)}: {exc}"), incoming.coded)
         if rest is None:
             return self._unpack(call, incoming)
-        tag = _DATA_TAG + call.sequence % _TAGS
+        tag = data_tag(call)
         overflows.append((incoming, self.transport.recv("phase_two", rest, incoming.src, tag)))
         return None
 
-    def _unpack(self, call: Call, incoming: Incoming) -> _Refused | None:
+    def _unpack(self, call: Call, incoming: Incoming) -> Refused | None:
         """Decode or copy a message that is here whole, and verify it."""
         self.reached("decode", call, incoming.src)
         try:
             incoming.unpack()
         except ZipcclError as exc:
-            return _Refused(type(exc)(f"{self._where(call, incoming)}: {exc}"), False, (incoming.src,))
+            return Refused(type(exc)(f"{self._where(call, incoming)}: {exc}"), False, (incoming.src,))
         return None
 
-    def _run_native(self, call: Call, deadline: float) -> None:
+    def run_native(self, call: Call, group: Any, deadline: float) -> None:
+        """The backend's own collective on one of its groups, after all ranks have agreed to it."""
         assert call.native is not None
         try:
-            call.native(self.transport.group("native"), timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            call.native(group, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as exc:
             if "imed out" in str(exc) or "onnection" in str(exc):
-                raise self.transport_failed(title(call), exc, self._peers) from exc
-            raise _Refused(InvalidArgument(f"{title(call)}: the backend refuses it: {exc}"), False) from exc
+                raise self.transport_failed(title(call), exc, self.peers) from exc
+            raise Refused(InvalidArgument(f"{title(call)}: the backend refuses it: {exc}"), False) from exc
 
-    def _share_verdict(self, call: Call, refused: _Refused | None, deadline: float) -> list[Verdict]:
+    def _share_verdict(self, call: Call, refused: Refused | None, deadline: float) -> list[Verdict]:
         """All ranks' verdicts on a call, in rank order."""
         coded = [message for message in call.messages.values() if message.coded]
         raw, sent = sum(message.raw_bytes for message in coded), sum(message.sent_bytes for message in coded)
@@ -516,7 +502,7 @@ class Exchange:
         packed = mine.pack()
         verdicts = {self.rank: Verdict.parse(packed)}  # as the peers read it
         self.reached("verdict", call)
-        for peer in self._peers:
+        for peer in self.peers:
             try:
                 call.control_sends.append((peer, self.transport.send_control(packed, peer)))
             except RuntimeError as exc:
@@ -527,9 +513,32 @@ class Exchange:
                 raise PeerError(f"{title(call)}: rank {src} speaks of call #{verdicts[src].sequence}")
         return [verdicts[r] for r in range(self.size)]
 
+    def share(self, call: Call, refused: Refused | None, deadline: float) -> ZipcclError | None:
+        """Share this rank's verdict on a call that is over on all ranks; the error that all raise."""
+        verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
+        error = next((v.error for v in verdicts if v.error is not None), None)
+        if error is not None and any(v.fatal for v in verdicts):
+            raise self.give_up(error, error)
+        self._end_transfers(call, [], deadline)
+        return error
+
+    def share_sizes(self, call: Call, mine: Callable[[int], Sizes], deadline: float) -> list[Sizes]:
+        """Tell every peer what is for it, and hear the same; all that is known, in rank order, own included."""
+        known = {self.rank: mine(self.rank)}
+        for peer in self.peers:
+            try:
+                call.control_sends.append((peer, self.transport.send_control(mine(peer).pack(), peer)))
+            except RuntimeError as exc:
+                raise self.transport_failed(title(call), exc, [peer]) from exc
+        for src, data in self._control(call, Sizes.MAGIC, deadline):
+            known[src] = Sizes.parse(data)
+            if known[src].sequence != call.sequence:
+                raise PeerError(f"{title(call)}: rank {src} speaks of call #{known[src].sequence}")
+        return [known[r] for r in range(self.size)]
+
     def _control(self, call: Call, kind: bytes, deadline: float) -> Iterator[tuple[int, bytes]]:
         """One control message of a kind from every peer, whoever is first."""
-        missing = list(self._peers)
+        missing = list(self.peers)
         while missing:
             peer = next((p for p in missing if self._stash[p][kind]), None)
             if peer is None:
@@ -553,6 +562,9 @@ class Exchange:
             control = self.transport.inbox.get(timeout=max(deadline - time.monotonic(), 0.001))
         except queue.Empty as exc:
             raise self.transport_failed(what, RuntimeError("timed out"), missing) from exc
+        self._take(control)
+
+    def _take(self, control: Control) -> None:
         if control.data is None:
             self._lost[control.src] = control.lost
             return
@@ -562,6 +574,20 @@ class Exchange:
         (stash[kind] if kind in stash else stash[CallRecord.MAGIC]).append(control)
 
     # Waiting, and giving up
+
+    def poll(self, query: Callable[[], bool], deadline: float, what: str, ranks: list[int]) -> None:
+        """Wait until a query is true; the agreed fatal error after the deadline, or if one of these ranks is gone."""
+        for spin in itertools.count():
+            if query():
+                return
+            while not self.transport.inbox.empty():
+                self._take(self.transport.inbox.get())
+            gone = next((r for r in ranks if r in self._lost), None)
+            if gone is not None:
+                raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
+            if time.monotonic() > deadline:
+                raise self.transport_failed(what, RuntimeError("timed out"), ranks)
+            time.sleep(0 if spin < _SPINS else _NAP_S)
 
     def _wait(self, call: Call, work: Any, deadline: float, waiting_for: list[int]) -> None:
         self.wait_until(deadline, work, title(call), waiting_for)
@@ -585,7 +611,7 @@ class Exchange:
                 exc,
             )
         # A peer that gave up has published why before it closed its connections; one that died has not.
-        published = self._board.published(_GRACE_S)
+        published = self.board.published(_GRACE_S)
         if published is not None:
             return self._break(published)
         return self.give_up(
@@ -595,12 +621,14 @@ class Exchange:
     def give_up(self, error: ZipcclError, cause: BaseException) -> ZipcclError:
         """Finish the Communicator with an error, or with the one that was published before it; returns that."""
         log.debug("rank %d gives up: %s", self.rank, error, exc_info=cause)
-        return self._break(self._board.settle(error))
+        return self._break(self.board.settle(error))
 
     def _break(self, error: ZipcclError) -> ZipcclError:
         """No call can follow; peers that wait for this rank notice by its closed connections."""
         self.broken = error
         self.transport.abort()
+        for pipeline in self.pipelines.values():
+            pipeline.link.abort()
         return again(error)
 
     # Books
@@ -608,7 +636,8 @@ class Exchange:
     def _where(self, call: Call, incoming: Incoming) -> str:
         return f"{title(call)}: message from rank {incoming.src} to rank {self.rank}"
 
-    def _account(self, call: Call, messages: dict[int, Message]) -> None:
+    def account(self, call: Call, messages: dict[int, Sent]) -> None:
+        """Enter a call that is over into the books: peer → what was sent to it."""
         if not call.sends:
             self.count(call.operation, [], calls=1)
             return
@@ -620,13 +649,13 @@ class Exchange:
         decision = Decision("compressed" if coded else "native", reason, call.operation, call.sequence)
         sent_natively = 0
         if call.native is not None:
-            sent_natively = sum(call.sends[peer].numel() * call.sends[peer].element_size() for peer in self._peers)
+            sent_natively = sum(call.sends[peer].numel() * call.sends[peer].element_size() for peer in self.peers)
         self.count(call.operation, list(messages.values()), int(call.stage == 0), sent_natively, decision)
 
     def count(
         self,
         operation: str,
-        messages: list[Message],
+        messages: list[Sent],
         calls: int,
         sent_natively_bytes: int = 0,
         decision: Decision | None = None,
@@ -640,7 +669,7 @@ class Exchange:
             for message in messages:
                 books["raw_bytes"] += message.raw_bytes
                 books["sent_bytes"] += message.sent_bytes
-                books["phase_two_messages"] += message.phase_two is not None
+                books["phase_two_messages"] += message.phase_two
                 books["coded_words"] += message.words if message.coded else 0
                 books["escapes"] += message.escapes
             if decision is not None:
@@ -649,28 +678,7 @@ class Exchange:
                 log.debug("rank %d: %s #%d: %s", self.rank, operation, decision.sequence, decision.reason)
 
 
-class _Refused(Exception):
-    """Something that came, or was given, is wrong in a way that the verdict can tell all ranks.
-
-    Attributes:
-        error: what to raise.
-        fatal: transfers may be left hanging.
-        damaged: peers whose message was damaged, if nothing else is wrong.
-    """
-
-    def __init__(self, error: ZipcclError, fatal: bool, damaged: tuple[int, ...] = ()) -> None:
-        super().__init__(str(error))
-        self.error, self.fatal, self.damaged = error, fatal, damaged
-
-    def after(self, first: _Refused | None) -> _Refused:
-        """Both in one: the error of the first."""
-        if first is None:
-            return self
-        damaged = (*first.damaged, *self.damaged) if first.damaged and self.damaged else ()
-        return _Refused(first.error, first.fatal or self.fatal, damaged)
-
-
-def _after(first: _Refused | None, second: _Refused | None) -> _Refused | None:
+def _after(first: Refused | None, second: Refused | None) -> Refused | None:
     return first if second is None else second.after(first)
 
 
@@ -680,11 +688,6 @@ def is_stale(data: bytes, sequence: int) -> bool:
         return CallRecord.parse(data).sequence < sequence
     except ZipcclError:
         return False  # whoever reads it says what is wrong with it
-
-
-def title(call: Call) -> str:
-    """What an error calls the call."""
-    return f"{call.operation} #{call.sequence}"
 
 
 def facts(policy: Policy, size: int) -> dict[str, Any]:

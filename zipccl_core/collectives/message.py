@@ -51,6 +51,27 @@ def _phase_one_bytes(policy: Policy, n: int, dtype: str) -> int:
 
 
 @dataclass(frozen=True)
+class Sent:
+    """What the books keep of a message.
+
+    Attributes:
+        raw_bytes: bytes of its elements.
+        sent_bytes: bytes that travel, envelope included.
+        words: elements.
+        coded: whether they travel as frames.
+        phase_two: whether the prefix overflowed.
+        escapes: of the frames.
+    """
+
+    raw_bytes: int
+    sent_bytes: int
+    words: int
+    coded: bool = False
+    phase_two: bool = False
+    escapes: int = 0
+
+
+@dataclass(frozen=True)
 class Message:
     """A message ready to be sent.
 
@@ -74,6 +95,10 @@ class Message:
     def sent_bytes(self) -> int:
         """Bytes of both phases, envelope included."""
         return self.phase_one.numel() + (0 if self.phase_two is None else self.phase_two.numel())
+
+    def sent(self) -> Sent:
+        """For the books."""
+        return Sent(self.raw_bytes, self.sent_bytes, self.words, self.coded, self.phase_two is not None, self.escapes)
 
 
 def encode_message(policy: Policy, flat: torch.Tensor, sequence: int, src: int, dst: int = ALL_RANKS) -> Message:

@@ -19,7 +19,8 @@ import torch
 
 from ..errors import CorruptFrame, PeerError, ZipcclError
 from ..policy.switch import Decision, explain
-from .exchange import EXIT_S, Call, Exchange, Work, again
+from .call import Call
+from .exchange import EXIT_S, Exchange, Work, again
 from .message import Incoming, Message, dtype_text, encode_message
 from .wire import CallRecord, Verdict
 
@@ -196,7 +197,7 @@ class _Channel:
         if not self._is_sender:
             self._exchange.count("recv", [], 1)
             return
-        messages = [] if message is None else [message]
+        messages = [] if message is None else [message.sent()]
         coded = sum(m.coded for m in messages)
         dtype = dtype_text(call.dtype) if call.dtype else ""
         reason = explain(self._exchange.policy, dtype, coded, len(messages), message.raw_bytes if message else 0)

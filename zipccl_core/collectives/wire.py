@@ -1,4 +1,4 @@
-"""What ranks tell each other around the data: call record, envelope, verdict (docs/DESIGN.md, "The exchange").
+"""What ranks tell each other around the data: call record, envelope, sizes, verdict (docs/DESIGN.md, "The exchange").
 
 All are little-endian, of fixed size, and end in a CRC-32 of what is before: nothing from a wire is believed unchecked.
 """
@@ -45,6 +45,7 @@ ERROR_KINDS: tuple[type[ZipcclError], ...] = (
 ALL_RANKS = 0xFFFFFFFF
 CONTROL_BYTES = 1024
 MOST_DAMAGED = 64
+MOST_CHUNKS = 24
 _CRC = struct.Struct("<I")
 
 
@@ -76,6 +77,7 @@ class CallRecord:
         total_words: elements of the whole call where all ranks must have the same number, else 0.
         root: the group rank named as src or dst, -1 if the operation has none.
         policy: Policy.fingerprint() of src.
+        device: type of the device that src's tensors are on, at most 8 ASCII characters; empty if there are none.
         valid: False if src's own arguments were refused: no payload will move to or from it.
     """
 
@@ -90,10 +92,11 @@ class CallRecord:
     total_words: int = 0
     root: int = -1
     policy: int = 0
+    device: str = ""
     valid: bool = True
 
     BYTES = CONTROL_BYTES
-    _BODY = struct.Struct("<4sHBBQI16s16sIQQQiI")
+    _BODY = struct.Struct("<4sHBBQI16s16sIQQQiI8s")
     MAGIC = b"ZCLL"
 
     def pack(self) -> bytes:
@@ -113,6 +116,7 @@ class CallRecord:
             self.total_words,
             self.root,
             self.policy,
+            self.device.encode(),
         )
         return _seal(body, self.BYTES)
 
@@ -121,7 +125,7 @@ class CallRecord:
         """Raises CorruptFrame if damaged, UnsupportedFrame if of another version."""
         fields = cls._BODY.unpack_from(_unseal(data, "call record"))
         magic, version, operation, valid, sequence, src, dtype, reduce_op = fields[:8]
-        factor_bits, send_words, recv_words, total_words, root, policy = fields[8:]
+        factor_bits, send_words, recv_words, total_words, root, policy, device = fields[8:]
         if version != FORMAT_VERSION:
             raise UnsupportedFrame(f"call record of format {version}, this build speaks {FORMAT_VERSION}")
         if magic != cls.MAGIC or operation >= len(OPERATIONS):
@@ -138,6 +142,7 @@ class CallRecord:
             total_words,
             root,
             policy,
+            device.rstrip(b"\0").decode(),
             bool(valid),
         )
 
@@ -147,7 +152,7 @@ class CallRecord:
         Not all of it is seen by every pair: the verdict makes it one error on all ranks.
         """
         low, high = sorted((self, peer), key=lambda record: record.src)  # both sides say it in the same words
-        for name in ("operation", "sequence", "dtype", "reduce_op", "factor_bits", "root", "policy"):
+        for name in ("operation", "sequence", "dtype", "device", "reduce_op", "factor_bits", "root", "policy"):
             if getattr(low, name) != getattr(high, name):
                 return f"rank {low.src} calls {low._called(name)}, rank {high.src} calls {high._called(name)}"
         for sender, receiver in ((low, high), (high, low)):
@@ -232,8 +237,7 @@ class Verdict:
 
     def pack(self) -> bytes:
         """CONTROL_BYTES bytes; a longer text is cut."""
-        kind, text = (0, b"") if self.error is None else (1 + _kind_index(self.error), str(self.error).encode())
-        text = text[: self._TEXT_BYTES]
+        kind, text = _packed_error(self.error, self._TEXT_BYTES)
         damaged = (*self.damaged, *[0] * (MOST_DAMAGED - len(self.damaged)))
         numbers = (kind, self.fatal, self.sequence, self.src, self.raw_bytes, self.sent_bytes, len(text))
         return _seal(self._BODY.pack(self.MAGIC, *numbers, len(self.damaged), *damaged) + text, self.BYTES)
@@ -248,6 +252,56 @@ class Verdict:
         text = body[cls._BODY.size : cls._BODY.size + text_bytes].decode(errors="replace")
         error = ERROR_KINDS[kind - 1](text) if kind else None
         return cls(sequence, src, error, bool(fatal), tuple(damaged[:n_damaged]), raw, sent)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a rank's encoder made of its message to one peer, told as soon as it is known; of calls on a device.
+
+    Attributes:
+        sequence, src: as in the call record.
+        error: what src knows to be wrong with this call or an earlier one, None if nothing: no phase two will follow.
+        fatal: the Communicator cannot go on.
+        raw_bytes, sent_bytes: of all messages that src coded in this call.
+        frames: bytes and digest of each chunk's frame to this peer, in order; empty if its message is not coded.
+    """
+
+    sequence: int
+    src: int
+    error: ZipcclError | None = field(default=None)
+    fatal: bool = False
+    raw_bytes: int = 0
+    sent_bytes: int = 0
+    frames: tuple[tuple[int, int], ...] = ()
+
+    BYTES = CONTROL_BYTES
+    _BODY = struct.Struct(f"<4sBBQIQQHH{2 * MOST_CHUNKS}Q")
+    _TEXT_BYTES = CONTROL_BYTES - _BODY.size - _CRC.size
+    MAGIC = b"ZSIZ"
+
+    def pack(self) -> bytes:
+        """CONTROL_BYTES bytes; a longer text is cut."""
+        kind, text = _packed_error(self.error, self._TEXT_BYTES)
+        numbers = [number for frame in self.frames for number in frame]
+        numbers += [0] * (2 * MOST_CHUNKS - len(numbers))
+        head = (kind, self.fatal, self.sequence, self.src, self.raw_bytes, self.sent_bytes, len(text))
+        return _seal(self._BODY.pack(self.MAGIC, *head, len(self.frames), *numbers) + text, self.BYTES)
+
+    @classmethod
+    def parse(cls, data: bytes) -> Sizes:
+        """Raises CorruptFrame if damaged."""
+        body = _unseal(data, "sizes")
+        magic, kind, fatal, sequence, src, raw, sent, text_bytes, n_frames, *numbers = cls._BODY.unpack_from(body)
+        if magic != cls.MAGIC or kind > len(ERROR_KINDS) or text_bytes > cls._TEXT_BYTES or n_frames > MOST_CHUNKS:
+            raise CorruptFrame(f"sizes: magic {magic!r}, kind {kind}, {n_frames} frames are none of ours")
+        text = body[cls._BODY.size : cls._BODY.size + text_bytes].decode(errors="replace")
+        frames = tuple(zip(numbers[0 : 2 * n_frames : 2], numbers[1 : 2 * n_frames : 2], strict=True))
+        return cls(sequence, src, ERROR_KINDS[kind - 1](text) if kind else None, bool(fatal), raw, sent, frames)
+
+
+def _packed_error(error: ZipcclError | None, most_bytes: int) -> tuple[int, bytes]:
+    """(0, nothing), or 1 + the kind's index and the text, cut to most_bytes."""
+    return (0, b"") if error is None else (1 + _kind_index(error), str(error).encode()[:most_bytes])
 
 
 def _kind_index(error: ZipcclError) -> int:

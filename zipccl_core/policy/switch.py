@@ -13,7 +13,7 @@ from ..frame import DTYPES, align128, max_frame_bytes, static_bytes
 COMPRESS = ("auto", "always", "never")
 CODEBOOKS = ("fitted", "gaussian")
 REDUCTIONS = ("ordered", "native")
-VERIFY = ("wait", "late")
+VERIFY = ("auto", "wait", "late")
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,10 @@ class Policy:
         reduction: "ordered" sums in rank order with the same bits whether coded or not; "native" lets calls that are
             not coded use the backend's own sum, whose bits differ.
         verify: "wait" knows the verdict on every message before wait() returns; "late" returns as soon as this rank
-            has its words, and the next call (barrier and close count) raises what was wrong, on all ranks.
-        retransmit: with "wait", messages that came damaged are sent once more, uncoded, before it is an error.
+            has its words, and a later call raises what was wrong, on all ranks: the next on the CPU, the next but one
+            on CUDA at the latest, and barrier and close in any case. "auto" is "wait" on the CPU and "late" on CUDA.
+        retransmit: with "wait", on the CPU, messages that came damaged are sent once more, uncoded, before it is an
+            error.
         timeout_s: seconds a call waits for its peers before RankTimeout.
     """
 
@@ -40,7 +42,7 @@ class Policy:
     codebook: Literal["fitted", "gaussian"] | Codebook = "fitted"
     prefix_percent: float = 3.0
     reduction: Literal["ordered", "native"] = "ordered"
-    verify: Literal["wait", "late"] = "wait"
+    verify: Literal["auto", "wait", "late"] = "auto"
     retransmit: bool = False
     timeout_s: float = 300.0
 

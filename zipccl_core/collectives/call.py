@@ -1,0 +1,146 @@
+"""One collective call as the exchange sees it, and what can be wrong with it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from ..errors import InvalidArgument, ZipcclError
+from ..policy.switch import Decision, Place
+from .device import Device, Event
+from .message import Message, dtype_text
+from .reduce import ReduceSpec
+from .wire import CallRecord
+
+_DATA_TAG = 3
+_TAGS = 1 << 30
+
+
+@dataclass
+class Call:
+    """One collective call as the exchange sees it: what goes to and comes from each peer, and what to do then.
+
+    Attributes:
+        operation: method name.
+        dtype: of all tensors.
+        total_words: elements of the whole call where all ranks must have the same number, else 0.
+        root: group rank that all must name alike, -1 if the operation has none.
+        sends: [rank] → flat contiguous tensor for that rank; the own rank's entry is copied, never encoded.
+        receives: [rank] → flat contiguous tensor to fill with that rank's elements.
+        same_for_all: all peers get the same message, so it is encoded once.
+        spec: the reduction, None if there is none.
+        native: runs the backend's own collective instead of a data exchange; returns after it is done.
+        finish: puts the result where the caller wants it, after all has been received.
+        invalid: why this rank's arguments were refused, None if they were not.
+        stage: 0, or more for the later calls of one that takes several; they share a number and are counted once.
+        before: the call of the stage before, None for the first; if that failed, on all ranks, this is not made.
+        device: type of the device that the tensors are on, empty if there are none; "cpu" unless a Pipeline takes it.
+        target: of an ordered reduction on a device, where the sum goes; `receives` then tell sizes only.
+        issued: on a device, what the caller's stream held when the call was issued.
+        on, finished: once the call is over for the host: the device that still works on it, and until when.
+    """
+
+    operation: str = ""
+    dtype: torch.dtype | None = None
+    total_words: int = 0
+    root: int = -1
+    sends: list[torch.Tensor] = field(default_factory=list)
+    receives: list[torch.Tensor] = field(default_factory=list)
+    same_for_all: bool = False
+    spec: ReduceSpec | None = None
+    native: Callable[[Any, timedelta], None] | None = None
+    native_reason: str = ""
+    finish: Callable[[], None] = lambda: None
+    invalid: InvalidArgument | None = None
+    stage: int = 0
+    before: Call | None = None
+    sequence: int = -1
+    control_sends: list[tuple[int, Any]] = field(default_factory=list)
+    send_failure: tuple[int, RuntimeError] | None = None
+    paused: bool = False
+    arrivals_s: dict[int, float] = field(default_factory=dict)
+    messages: dict[int, Message] = field(default_factory=dict)
+    done: threading.Event = field(default_factory=threading.Event)
+    error: ZipcclError | None = None
+    decision: Decision | None = None
+    device: str = ""
+    target: torch.Tensor | None = None
+    issued: Event | None = None
+    on: Device | None = None
+    finished: Event | None = None
+    escapes: int = 0
+
+    @property
+    def place(self) -> Place:
+        """Where this call recurs; the same on all ranks if they call alike."""
+        dtype = dtype_text(self.dtype) if self.dtype else ""
+        return (self.operation, self.stage, dtype, self.total_words.bit_length())
+
+    def record_for(self, rank: int, peer: int, policy: int) -> CallRecord:
+        """This rank's call record for one peer."""
+        return CallRecord(
+            self.sequence,
+            self.operation,
+            rank,
+            dtype_text(self.dtype) if self.dtype else "",
+            self.spec.name if self.spec else "",
+            self.spec.factor_bits if self.spec else 0,
+            self.sends[peer].numel() if self.sends else 0,
+            self.receives[peer].numel() if self.receives else 0,
+            self.total_words,
+            self.root,
+            policy,
+            self.device,
+            self.invalid is None,
+        )
+
+
+def data_tag(call: Call) -> int:
+    """The tag of a call's payloads."""
+    return _DATA_TAG + call.sequence % _TAGS
+
+
+def title(call: Call) -> str:
+    """What an error calls the call."""
+    return f"{call.operation} #{call.sequence}"
+
+
+@dataclass
+class Heard:
+    """What the records of a call came to.
+
+    Attributes:
+        refused: what does not agree, or this rank's own refused arguments.
+        all_valid: no rank's arguments were refused.
+        one_device: all ranks call it on the same type of device.
+    """
+
+    refused: Refused | None
+    all_valid: bool
+    one_device: bool
+
+
+class Refused(Exception):
+    """Something that came, or was given, is wrong in a way that the verdict can tell all ranks.
+
+    Attributes:
+        error: what to raise.
+        fatal: transfers may be left hanging.
+        damaged: peers whose message was damaged, if nothing else is wrong.
+    """
+
+    def __init__(self, error: ZipcclError, fatal: bool, damaged: tuple[int, ...] = ()) -> None:
+        super().__init__(str(error))
+        self.error, self.fatal, self.damaged = error, fatal, damaged
+
+    def after(self, first: Refused | None) -> Refused:
+        """Both in one: the error of the first."""
+        if first is None:
+            return self
+        damaged = (*first.damaged, *self.damaged) if first.damaged and self.damaged else ()
+        return Refused(first.error, first.fatal or self.fatal, damaged)

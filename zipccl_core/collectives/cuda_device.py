@@ -1,0 +1,148 @@
+"""A CUDA device for the pipeline: torch's streams over PyCUDA's, and the kernels of codec/cuda."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..codebook import Codebook
+from ..codec.cuda import jit
+from ..codec.cuda.decode import Verdicts, decode_frames
+from ..codec.cuda.decode_reduce import decode_reduce
+from ..codec.cuda.encode import encode_frames
+from ..codec.cuda.stats import measure
+from ..errors import InvalidArgument, ZipcclError
+from ..frame import FrameHeader
+from .device import STREAMS, Event
+from .exchange import Exchange
+from .link import GlooLink, Link, NcclLink
+from .pipeline import Pipeline
+
+
+class _Copy:
+    """A pinned tensor and the event after which it is filled."""
+
+    def __init__(self, pinned: Tensor, event: torch.cuda.Event) -> None:
+        self._pinned, self._event = pinned, event
+
+    def query(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def tensor(self) -> Tensor:
+        return self._pinned
+
+
+class CudaDevice:
+    """See Device.
+
+    Args:
+        device: with an index.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._streams = dict(zip(STREAMS, jit.pool_streams(device), strict=False))
+
+    def now(self) -> torch.cuda.Event:
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
+
+    def join(self, event: Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
+
+    def check(self, device: torch.device) -> None:
+        if device != self._device:
+            raise InvalidArgument(
+                f"tensors of one Communicator must be on one device: this one began on {self._device}, got {device}; "
+                "make another Communicator for it"
+            )
+        if torch.cuda.is_current_stream_capturing():
+            raise InvalidArgument(
+                "a collective cannot be captured into a CUDA graph, since the host takes part in it; "
+                "keep it out of the graph, or use the process group's own"
+            )
+
+    @contextlib.contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(self._streams[stream]):
+            yield
+
+    def mark(self) -> torch.cuda.Event:
+        return self.now()
+
+    def after(self, event: Event) -> None:
+        self.join(event)
+
+    def empty(self, n_bytes: int) -> Tensor:
+        return torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
+
+    def run(self, work: Callable[[], object]) -> None:
+        work()
+
+    def encode(self, words: Sequence[Tensor], codebooks: Sequence[object], frames: Sequence[Tensor]) -> None:
+        encode_frames(words, codebooks, frames)  # type: ignore[arg-type]
+
+    def codebooks(self, words: Sequence[Tensor], kind: str | Codebook) -> Sequence[object]:
+        if isinstance(kind, Codebook):
+            return [kind] * len(words)
+        statistics = measure(words)
+        pick = statistics.fitted if kind == "fitted" else statistics.gaussian
+        return [pick(i) for i in range(len(words))]
+
+    def decode(self, frames: Sequence[Tensor], out: Sequence[Tensor]) -> Tensor:
+        return decode_frames(frames, out).rows
+
+    def decode_reduce(self, terms: Sequence[Tensor], out: Tensor, kind: str, factor: float | None) -> Tensor:
+        return decode_reduce(terms, out, average=kind == "avg", factor=factor).rows
+
+    def to_host(self, tensors: Sequence[Tensor]) -> _Copy:
+        flats = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
+        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
+        pinned = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=True)
+        pinned.copy_(flat, non_blocking=True)
+        return _Copy(pinned, self.now())
+
+    def to_device(self, target: Tensor, source: Tensor) -> None:
+        # torch's pinned allocator does not reuse the block before the copy is done
+        target.copy_(source.pin_memory(), non_blocking=True)
+
+    def headers(self, rows: Tensor) -> list[FrameHeader | ZipcclError | None]:
+        found: list[FrameHeader | ZipcclError | None] = []
+        for row in rows.view(torch.int64).view(-1, 1, jit.VERDICT_BYTES // 8):
+            try:
+                found += Verdicts(row).check()
+            except ZipcclError as error:
+                found.append(error)
+        return found
+
+
+def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Pipeline:
+    """The pipeline of a Communicator on this rank's device: over NCCL if the group has it for CUDA, else over gloo.
+
+    Raises:
+        InvalidArgument: no PyCUDA.
+    """
+    made = CudaDevice(device)
+    link: Link
+    if _backend_name(group) == "nccl":
+        link = NcclLink(exchange.board, exchange.rank, exchange.size, device, exchange.policy.timeout_s)
+    else:
+
+        def poll(query: Callable[[], bool], deadline: float) -> None:
+            exchange.poll(query, deadline, "copying to the host", [exchange.rank])
+
+        link = GlooLink(exchange.transport, made, poll)
+    return Pipeline(exchange, made, link)
+
+
+def _backend_name(group: dist.ProcessGroup) -> str:
+    """What the group has for CUDA tensors; empty if nothing."""
+    try:
+        return str(group._get_backend(torch.device("cuda")).name())
+    except RuntimeError:
+        return ""

@@ -1,0 +1,496 @@
+"""Calls on a device: chunks through encode → move → decode on streams of their own, without the host waiting for them.
+
+docs/DESIGN.md, "On a device", says why each step is where it is. For one call, on the progress thread:
+
+1. encode every message's chunks, ordered after what the caller's stream held when the call was issued;
+2. when all records are here and agree, post phase one of every chunk, ordered after its encoding;
+3. when the encoder's sizes have come to the host, tell each peer those of its frames, or what is wrong; hear the same;
+4. post phase two of the chunks that overflowed, and decode each chunk, ordered after its arrival;
+5. the call is over for the caller, whose stream waits for the rest. What the decoder's verdict was is read when the
+   device is done, at the latest with the next call but one, and told with that call's sizes (verify="late"); or waited
+   for and told at once (verify="wait").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CorruptFrame, PeerError, ZipcclError
+from ..frame import HEADER_BYTES, parse_header
+from .buffers import CALLS_AT_ONCE, Pool
+from .call import Call, Refused, data_tag, title
+from .chunks import Chunk, buffer_bytes, chunks_of
+from .device import Device, Event, HostCopy
+from .link import Link, Piece, Posted
+from .message import Sent, dtype_text, raw_view
+from .wire import Sizes
+
+if TYPE_CHECKING:
+    from .exchange import Exchange
+
+
+@dataclass
+class _Message:
+    """What goes to, or comes from, one peer; or to several, if they get the same.
+
+    Attributes:
+        flat: the elements to send or to fill.
+        chunks: of its frames; empty if it is not coded.
+        buffer: of its frames, and of a reduction's terms that come uncoded; empty else.
+        frames: bytes and digest of each chunk's frame, once they are known.
+    """
+
+    flat: Tensor
+    chunks: tuple[Chunk, ...] = ()
+    buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    frames: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def coded(self) -> bool:
+        return bool(self.chunks)
+
+    def words(self, chunk: Chunk) -> Tensor:
+        return self.flat[chunk.first : chunk.first + chunk.words]
+
+    def frame(self, chunk: Chunk) -> Tensor:
+        return self.buffer[chunk.at : chunk.at + chunk.capacity_bytes]
+
+    def phase_one(self, chunk: Chunk) -> Tensor:
+        return self.buffer[chunk.at : chunk.at + chunk.phase_one_bytes]
+
+    def rest(self, index: int) -> Tensor | None:
+        """What of a chunk's frame phase one had no room for."""
+        chunk, (frame_bytes, _) = self.chunks[index], self.frames[index]
+        if frame_bytes <= chunk.phase_one_bytes:
+            return None
+        return self.buffer[chunk.at + chunk.phase_one_bytes : chunk.at + frame_bytes]
+
+    def rests(self) -> list[Tensor]:
+        """What phase one had no room for, of all chunks."""
+        return [rest for i in range(len(self.chunks)) if (rest := self.rest(i)) is not None]
+
+    def came(self, index: int) -> Tensor:
+        """A chunk's frame as far as it has come."""
+        chunk, (frame_bytes, _) = self.chunks[index], self.frames[index]
+        return self.buffer[chunk.at : chunk.at + max(chunk.phase_one_bytes, frame_bytes)]
+
+    def sent(self) -> Sent:
+        raw_bytes, n = self.flat.numel() * self.flat.element_size(), self.flat.numel()
+        if not self.coded:
+            return Sent(raw_bytes, raw_bytes, n)
+        sent = sum(max(c.phase_one_bytes, size) for c, (size, _) in zip(self.chunks, self.frames, strict=True))
+        return Sent(raw_bytes, sent, n, coded=True, phase_two=bool(self.rests()))
+
+
+@dataclass
+class _Verdict:
+    """The verdicts of one launch, on their way to the host, and which frames they are about: (src, chunk) each."""
+
+    rows: HostCopy
+    about: list[tuple[int, int]]
+
+
+@dataclass
+class _InFlight:
+    """A call that the device is still busy with, and everything that must live until it is done."""
+
+    title: str
+    deadline: float
+    finished: Event
+    verdicts: list[_Verdict]
+    incoming: dict[int, _Message]
+    buffers: list[Tensor]
+    control_sends: list[tuple[int, Any]]
+    kept: list[Any]
+
+
+class Pipeline:
+    """The calls of one Communicator on one device. Used from the progress thread alone, unless it says otherwise.
+
+    Args:
+        exchange: its records, control messages, policy and books.
+        device: see Device.
+        link: to the same device of the other ranks.
+    """
+
+    def __init__(self, exchange: Exchange, device: Device, link: Link) -> None:
+        self._exchange, self.device, self.link = exchange, device, link
+        self.pool = Pool(device.empty)
+        self._in_flight: deque[_InFlight] = deque()
+        self._wrong: ZipcclError | None = None
+
+    # One call
+
+    def execute(self, call: Call, deadline: float) -> None:
+        """Carry a call through; when it returns, the caller's stream may wait for `call.finished`.
+
+        Raises:
+            ZipcclError: the call failed, in the same way on all ranks; nothing of it is under way any more.
+        """
+        while len(self._in_flight) >= CALLS_AT_ONCE:
+            self._retire(self._in_flight[0])
+        exchange = self._exchange
+        outgoing, incoming, buffers = self._plan(call)
+        try:
+            encoded, headers = self._encode(call, outgoing)
+            agreeing: list[int] = []
+            try:
+                heard = exchange.records(call, deadline, agreeing.append)
+            except Refused as exc:
+                raise exchange.give_up(exc.error, exc) from None
+            sends = {peer: m for peer, m in outgoing.items() if peer in agreeing}
+            receives = {peer: m for peer, m in incoming.items() if peer in agreeing}
+            arrivals = self._phase_one(call, sends, receives, encoded, deadline)
+            if heard.all_valid and heard.one_device:
+                error = self._agree_on_sizes(call, heard.refused, outgoing, incoming, headers, deadline)
+            else:  # a rank that has nothing to do with this device tells its verdict instead, and hears ours
+                error = exchange.share(call, heard.refused, deadline)
+            if error is not None:
+                self._drain(call, arrivals, deadline)
+                raise error
+            self._phase_two(call, sends, receives, arrivals, deadline)
+            verdicts, finished = self._decode(call, incoming, arrivals, deadline)
+        except BaseException:
+            if exchange.broken is None:  # else the device may still write to them
+                self.pool.give_back(buffers)
+            raise
+        call.finished, call.on = finished, self.device
+        kept = [call.sends, call.receives, call.finish, outgoing, encoded]
+        flight = _InFlight(title(call), deadline, finished, verdicts, incoming, buffers, call.control_sends, kept)
+        call.control_sends = []
+        self._in_flight.append(flight)
+        exchange.account(call, {peer: message.sent() for peer, message in outgoing.items()})
+        if exchange.policy.verify == "wait":
+            self._retire(flight)
+            wrong, self._wrong = self._wrong, None
+            error = exchange.share(call, None if wrong is None else Refused(wrong, False), deadline)
+            if error is not None:
+                raise error
+
+    def settle(self) -> ZipcclError | None:
+        """Wait, bounded, for everything under way; what was wrong with it as far as this rank knows, once."""
+        while self._in_flight:
+            self._retire(self._in_flight[0])
+        wrong, self._wrong = self._wrong, None
+        return wrong
+
+    def sweep(self) -> None:
+        """Let go of what the device is done with; never waits but for what is overdue."""
+        while self._in_flight and self._in_flight[0].finished.query():
+            self._retire(self._in_flight[0])
+        if self._in_flight and time.monotonic() > self._in_flight[0].deadline:
+            self._retire(self._in_flight[0])
+
+    @property
+    def busy(self) -> bool:
+        """Whether the device may still be busy with a call."""
+        return bool(self._in_flight)
+
+    def close(self) -> None:
+        """Free the link and the buffers; with calls still under way, by giving them up."""
+        if self._in_flight:
+            self.link.abort()
+        else:
+            self.link.close()
+        self.pool.close()
+
+    # Its steps
+
+    def _plan(self, call: Call) -> tuple[dict[int, _Message], dict[int, _Message], list[Tensor]]:
+        """The messages to and from each peer, and the buffers taken for them."""
+        exchange = self._exchange
+        call.paused = not exchange.codes_now(call)
+        if call.native is not None or call.invalid is not None or not call.sends:
+            return {}, {}, []
+        peers = exchange.peers
+        sizes: list[int] = []
+        wanting: list[_Message] = []
+        is_term = call.target is not None
+
+        def message(flat: Tensor, is_incoming: bool) -> _Message:
+            made = _Message(flat)
+            if not call.paused and exchange.policy.codes(dtype_text(flat.dtype), flat.numel() * flat.element_size()):
+                made.chunks = chunks_of(exchange.policy, flat.numel(), dtype_text(flat.dtype))
+            if made.coded or (is_term and is_incoming):
+                sizes.append(buffer_bytes(made.chunks) if made.coded else flat.numel() * flat.element_size())
+                wanting.append(made)
+            return made
+
+        outgoing: dict[int, _Message] = {}
+        for peer in peers:
+            if call.sends[peer].numel():
+                shared = next(iter(outgoing.values()), None) if call.same_for_all else None
+                outgoing[peer] = shared or message(call.sends[peer], False)
+        incoming = {p: message(call.receives[p], True) for p in peers if call.receives[p].numel()}
+        buffers = self.pool.take(sizes) if sizes else []
+        for made, buffer in zip(wanting, buffers, strict=True):
+            made.buffer = buffer
+            if not made.coded:
+                n_bytes = made.flat.numel() * made.flat.element_size()
+                made.flat = buffer[:n_bytes].view(made.flat.dtype)
+        return outgoing, incoming, buffers
+
+    def _distinct(self, messages: dict[int, _Message]) -> list[_Message]:
+        """The coded messages, each once."""
+        return list({id(m): m for m in messages.values() if m.coded}.values())
+
+    def _encode(self, call: Call, outgoing: dict[int, _Message]) -> tuple[list[Event], HostCopy | None]:
+        """Encode chunk after chunk, all messages at once; an event a chunk, and the headers on their way."""
+        device, messages = self.device, self._distinct(outgoing)
+        events: list[Event] = []
+        with device.on("encode"), self._range(call, "encode"):
+            if call.issued is not None:
+                device.after(call.issued)
+            if call.before is not None and call.before.finished is not None:
+                device.after(call.before.finished)
+            if not messages:
+                return [device.mark()], None
+            self._exchange.reached("encode", call)
+            codebooks = device.codebooks([m.flat for m in messages], self._exchange.policy.codebook)
+            for index in range(max(len(m.chunks) for m in messages)):
+                batch = [i for i, m in enumerate(messages) if index < len(m.chunks)]
+                device.encode(
+                    [messages[i].words(messages[i].chunks[index]) for i in batch],
+                    [codebooks[i] for i in batch],
+                    [messages[i].frame(messages[i].chunks[index]) for i in batch],
+                )
+                events.append(device.mark())
+            return events, device.to_host([m.frame(chunk)[:HEADER_BYTES] for m in messages for chunk in m.chunks])
+
+    def _phase_one(
+        self,
+        call: Call,
+        sends: dict[int, _Message],
+        receives: dict[int, _Message],
+        encoded: list[Event],
+        deadline: float,
+    ) -> list[Posted]:
+        """Post what has a size that both ends know; an arrival a chunk. Uncoded messages go with the first."""
+        arrivals: list[Posted] = []
+        count = max((len(m.chunks) for m in (*sends.values(), *receives.values())), default=0)
+        with self.device.on("move"), self._range(call, "move"):
+            for index in range(max(count, 1)):
+                self.device.after(encoded[min(index, len(encoded) - 1)])
+                out = [piece for peer, m in sends.items() for piece in _pieces(peer, m, index)]
+                into = [piece for peer, m in receives.items() for piece in _pieces(peer, m, index)]
+                self._exchange.reached("send", call)
+                arrivals.append(self._post(call, out, into, deadline))
+        return arrivals
+
+    def _agree_on_sizes(
+        self,
+        call: Call,
+        refused: Refused | None,
+        outgoing: dict[int, _Message],
+        incoming: dict[int, _Message],
+        headers: HostCopy | None,
+        deadline: float,
+    ) -> ZipcclError | None:
+        """Tell every peer the sizes of its frames, hear the same; what all ranks then know to be wrong."""
+        exchange = self._exchange
+        messages = self._distinct(outgoing)
+        if headers is not None:
+            exchange.poll(headers.query, deadline, title(call), [exchange.rank])
+            parsed = [parse_header(bytes(h.numpy()), 1 << 62) for h in headers.tensor().view(-1, HEADER_BYTES)]
+            sizes = iter((h.frame_bytes, h.digest) for h in parsed)
+            for m in messages:
+                m.frames = tuple(next(sizes) for _ in m.chunks)
+            call.escapes = sum(h.escapes for h in parsed)
+        error, self._wrong = self._wrong, None
+        fatal = False
+        if error is None and refused is not None:
+            error, fatal = refused.error, refused.fatal
+        raw = sum(m.sent().raw_bytes for m in outgoing.values() if m.coded)
+        sent = sum(m.sent().sent_bytes for m in outgoing.values() if m.coded)
+
+        def to(peer: int) -> Sizes:
+            frames = outgoing[peer].frames if peer in outgoing else ()
+            return Sizes(call.sequence, exchange.rank, error, fatal, raw, sent, frames)
+
+        known = exchange.share_sizes(call, to, deadline)
+        first = next((s for s in known if s.error is not None), None)
+        if first is not None:
+            assert first.error is not None
+            return exchange.give_up(first.error, first.error) if any(s.fatal for s in known) else first.error
+        exchange.learn(call, sum(s.raw_bytes for s in known), sum(s.sent_bytes for s in known))
+        for peer, message in incoming.items():
+            message.frames = known[peer].frames
+            self._check_sizes(call, peer, message)
+        return None
+
+    def _check_sizes(self, call: Call, src: int, message: _Message) -> None:
+        """What a peer says of its frames must be possible, or nothing more can be agreed on with it."""
+        sizes = [size for size, _ in message.frames]
+        possible = len(sizes) == len(message.chunks) and all(
+            HEADER_BYTES <= size <= chunk.capacity_bytes for size, chunk in zip(sizes, message.chunks, strict=True)
+        )
+        if not possible:
+            text = (
+                f"{title(call)}: rank {src} tells of frames of {sizes} bytes where rank "
+                f"{self._exchange.rank} expects {len(message.chunks)} of at most "
+                f"{[chunk.capacity_bytes for chunk in message.chunks]}; run the same version on all ranks"
+            )
+            raise self._exchange.give_up(PeerError(text), ValueError(text))
+
+    def _phase_two(
+        self,
+        call: Call,
+        sends: dict[int, _Message],
+        receives: dict[int, _Message],
+        arrivals: list[Posted],
+        deadline: float,
+    ) -> None:
+        """Post what the prefixes had no room for, if there is any; it arrives behind all of phase one."""
+        out = [Piece(peer, rest) for peer, m in sends.items() for rest in m.rests()]
+        into = [Piece(peer, rest) for peer, m in receives.items() for rest in m.rests()]
+        if out or into:
+            with self.device.on("move"), self._range(call, "move"):
+                self._exchange.reached("send_phase_two", call)
+                arrivals.append(self._post(call, out, into, deadline))
+
+    def _decode(
+        self, call: Call, incoming: dict[int, _Message], arrivals: list[Posted], deadline: float
+    ) -> tuple[list[_Verdict], Event]:
+        """Decode, or sum, chunk after chunk as they arrive; the verdicts, and the event after which all is done."""
+        device, rank = self.device, self._exchange.rank
+        whole = {src for src, m in incoming.items() if m.rests()}
+        count = max((len(m.chunks) for m in incoming.values()), default=0)
+        rows: list[tuple[Tensor, list[tuple[int, int]]]] = []
+        arrived: list[Event] = []
+
+        def arrive(until: int) -> None:
+            with device.on("move"):
+                while len(arrived) < until:
+                    self._arrive(call, arrivals[len(arrived)], deadline)
+                    arrived.append(device.mark())
+            device.after(arrived[until - 1])
+
+        with device.on("decode"), self._range(call, "decode"):
+            if call.issued is not None:
+                device.after(call.issued)  # the outputs may still be read there
+            self._exchange.reached("decode", call)
+            if call.target is not None:
+                rows = self._reduce(call, incoming, lambda index: arrive(len(arrivals) if whole else index + 1))
+            else:
+                if call.sends and call.native is None:
+                    mine, own = call.sends[rank], call.receives[rank]
+                    if own.numel() and own.data_ptr() != mine.data_ptr():
+                        device.run(lambda: own.copy_(mine))
+                for index in range(count):
+                    batch = [(src, m) for src, m in incoming.items() if index < len(m.chunks)]
+                    arrive(len(arrivals) if whole & {src for src, _ in batch} else index + 1)
+                    frames = [m.came(index) for _, m in batch]
+                    verdict = device.decode(frames, [m.words(m.chunks[index]) for _, m in batch])
+                    rows.append((verdict, [(src, index) for src, _ in batch]))
+            if arrivals:
+                arrive(len(arrivals))
+            if call.native is not None:
+                ready = device.mark()
+                self._exchange.poll(ready.query, deadline, title(call), [rank])
+                self._exchange.run_native(call, self.link.group(), deadline)
+            device.run(call.finish)
+            verdicts = [_Verdict(device.to_host([verdict]), about) for verdict, about in rows]
+            return verdicts, device.mark()
+
+    def _reduce(
+        self, call: Call, incoming: dict[int, _Message], arrive: Callable[[int], None]
+    ) -> list[tuple[Tensor, list[tuple[int, int]]]]:
+        """Sum chunk after chunk, in rank order; every rank cuts its shard alike, coded or not."""
+        exchange, out = self._exchange, call.target
+        assert out is not None
+        assert call.spec is not None
+        factor = None if call.spec.factor is None else float(call.spec.factor)
+        chunks = next((m.chunks for m in incoming.values() if m.coded), ())
+        rows: list[tuple[Tensor, list[tuple[int, int]]]] = []
+        exchange.reached("reduce", call)
+        for index, (begin, end) in enumerate([(c.first, c.first + c.words) for c in chunks] or [(0, out.numel())]):
+            if incoming:
+                arrive(index)
+            terms, about = [], []
+            for src in range(exchange.size):
+                message = incoming.get(src)
+                if message is None:  # this rank's own
+                    terms.append(call.sends[src][begin:end])
+                elif message.coded:
+                    terms.append(message.came(index))
+                    about.append((src, index))
+                else:
+                    terms.append(message.flat[begin:end])
+            verdict = self.device.decode_reduce(terms, out[begin:end], call.spec.name, factor)
+            rows.append((verdict, about))
+        return rows
+
+    # Endings
+
+    def _retire(self, flight: _InFlight) -> None:
+        """Wait, bounded, until the device is done with a call; note what was wrong, and take the buffers back."""
+        exchange = self._exchange
+        exchange.poll(flight.finished.query, flight.deadline, flight.title, exchange.peers)
+        for verdict in flight.verdicts:
+            exchange.poll(verdict.rows.query, flight.deadline, flight.title, [exchange.rank])
+            self._wrong = self._wrong or self._judge(flight, verdict)
+        for peer, work in flight.control_sends:
+            exchange.wait_until(flight.deadline, work, flight.title, [peer])
+        self._in_flight.remove(flight)
+        self.pool.give_back(flight.buffers)
+
+    def _judge(self, flight: _InFlight, verdict: _Verdict) -> ZipcclError | None:
+        """What is wrong with the frames of one launch, if anything."""
+        where = f"{flight.title}: message from rank {{}} to rank {self._exchange.rank}"
+        headers = [h for h in self.device.headers(verdict.rows.tensor()) if h is not None]
+        for header, (src, index) in zip(headers, verdict.about, strict=True):
+            if isinstance(header, ZipcclError):
+                return CorruptFrame(f"{where.format(src)}: chunk {index}: {header}")
+            told = flight.incoming[src].frames[index]
+            if (header.frame_bytes, header.digest) != told:
+                return CorruptFrame(
+                    f"{where.format(src)}: chunk {index}: frame of {header.frame_bytes} bytes with digest "
+                    f"{header.digest:#018x} does not match the {told[0]} bytes and {told[1]:#018x} that were told: "
+                    "stale or swapped"
+                )
+        return None
+
+    def _drain(self, call: Call, arrivals: list[Posted], deadline: float) -> None:
+        """Wait, bounded, for phase one of a call that failed: what was posted has a counterpart."""
+        with self.device.on("move"):
+            for posted in arrivals:
+                self._arrive(call, posted, deadline)
+            done = self.device.mark()
+        self._exchange.poll(done.query, deadline, title(call), self._exchange.peers)
+
+    def _post(self, call: Call, out: list[Piece], into: list[Piece], deadline: float) -> Posted:
+        try:
+            return self.link.post(out, into, data_tag(call), deadline)
+        except RuntimeError as exc:
+            raise self._exchange.transport_failed(title(call), exc, _peers(out, into)) from exc
+
+    def _arrive(self, call: Call, posted: Posted, deadline: float) -> None:
+        try:
+            posted.arrive(deadline)
+        except RuntimeError as exc:
+            raise self._exchange.transport_failed(title(call), exc, self._exchange.peers) from exc
+
+    @contextlib.contextmanager
+    def _range(self, call: Call, phase: str) -> Iterator[None]:
+        """A range of torch.profiler."""
+        with torch.profiler.record_function(f"zipccl {phase} {call.operation} #{call.sequence}"):
+            yield
+
+
+def _pieces(peer: int, message: _Message, index: int) -> list[Piece]:
+    """What goes with chunk `index` of phase one: the chunk's, or with the first the whole of an uncoded message."""
+    if message.coded:
+        return [Piece(peer, message.phase_one(message.chunks[index]))] if index < len(message.chunks) else []
+    return [Piece(peer, raw_view(message.flat))] if index == 0 else []
+
+
+def _peers(out: list[Piece], into: list[Piece]) -> list[int]:
+    return sorted({piece.peer for piece in (*out, *into)})

@@ -1,0 +1,521 @@
+"""The pipeline of calls on a device, on a device made of threads: orders, phases, late verdicts, buffers, endings."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from zipccl_core import Policy
+from zipccl_core.collectives import chunks
+from zipccl_core.collectives.buffers import CALLS_AT_ONCE, Pool, size_class_bytes
+from zipccl_core.collectives.chunks import buffer_bytes, chunks_of
+from zipccl_core.collectives.link import GlooLink
+from zipccl_core.collectives.message import patterns
+from zipccl_core.collectives.pipeline import Pipeline
+from zipccl_core.collectives.reduce import ReduceSpec, ordered_sum
+from zipccl_core.collectives.wire import MOST_CHUNKS, Sizes
+from zipccl_core.errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
+from zipccl_core.frame import BLOCK_WORDS, max_frame_bytes, static_bytes
+from zipccl_core.tests.test_exchange import Ranks
+from zipccl_core.tests.thread_device import Event, ThreadDevice, ThreadLink
+
+ALWAYS = Policy(compress="always", timeout_s=20.0)
+SMALL_CHUNK_BYTES = 4 * BLOCK_WORDS  # two blocks of bfloat16
+BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
+
+
+class DeviceRanks(Ranks):
+    """Ranks whose CPU tensors count as a device's."""
+
+    def __init__(self, n: int, policy: Policy = ALWAYS, link: str = "threads", pause_s: float = 0.0) -> None:
+        super().__init__(n, policy)
+        self.devices = [ThreadDevice(pause_s) for _ in range(n)]
+        self.links: list[Any] = []
+        for comm, device in zip(self.comms, self.devices, strict=True):
+            exchange = comm._exchange
+
+            def poll(query: Callable[[], bool], deadline: float, exchange: Any = exchange) -> None:
+                exchange.poll(query, deadline, "copying to the host", [exchange.rank])
+
+            made: Any = ThreadLink(exchange.transport, device)
+            if link == "gloo":
+                made = GlooLink(exchange.transport, device, poll)
+            self.links.append(made)
+            exchange.pipelines["cpu"] = Pipeline(exchange, device, made)
+
+    def pipeline(self, rank: int) -> Pipeline:
+        found: Pipeline = self.comms[rank]._exchange.pipelines["cpu"]
+        return found
+
+    def close(self) -> None:
+        super().close()
+        for device in self.devices:
+            device.close()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., DeviceRanks]]:
+    made: list[DeviceRanks] = []
+
+    def factory(*args: Any, **kwargs: Any) -> DeviceRanks:
+        made.append(DeviceRanks(*args, **kwargs))
+        return made[-1]
+
+    yield factory
+    for ranks in made:
+        ranks.close()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
+    chunks_of.cache_clear()
+    yield
+    chunks_of.cache_clear()
+
+
+def data(n: int, seed: int, dtype: torch.dtype = torch.bfloat16, wild: bool = False) -> torch.Tensor:
+    """Normal words, or any patterns: then most of what can go wrong with escapes does."""
+    generator = torch.Generator().manual_seed(seed)
+    if wild:
+        low, high = (-(1 << 15), 1 << 15) if dtype == torch.bfloat16 else (-(1 << 31), 1 << 31)
+        return torch.randint(low, high, (n,), generator=generator, dtype=torch.int64).to(BITS[dtype]).view(dtype)
+    return torch.randn(n, generator=generator).to(dtype)
+
+
+def nothing(n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.full((n,), -1, dtype=BITS[dtype]).view(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(BITS[a.dtype]), b.view(BITS[b.dtype]))
+
+
+def summed(terms: list[torch.Tensor], spec: ReduceSpec | None = None) -> torch.Tensor:
+    out = nothing(terms[0].numel(), terms[0].dtype)
+    ordered_sum([patterns(term) for term in terms], spec or ReduceSpec("sum"), patterns(out))
+    return out
+
+
+def gather(ranks: DeviceRanks, n: int, **how: Any) -> list[Any]:
+    inputs = [data(n, r, **how) for r in range(ranks.n)]
+
+    def run(rank: int) -> bool:
+        out = nothing(ranks.n * n, inputs[0].dtype)
+        ranks.comms[rank].all_gather_into_tensor(out, inputs[rank])
+        return same(out, torch.cat(inputs))
+
+    return ranks.each(run)
+
+
+SIZES = (0, 1, 9, BLOCK_WORDS - 1, BLOCK_WORDS, BLOCK_WORDS + 1, 5 * BLOCK_WORDS + 7)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("link", ["threads", "gloo"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("wild", [False, True], ids=["normal", "any_pattern"])
+def test_every_operation_is_bit_exact(make: Any, link: str, dtype: torch.dtype, wild: bool) -> None:
+    ranks = make(3, link=link, pause_s=0.0005)
+    how = {"dtype": dtype, "wild": wild}
+    for n in SIZES:
+        assert gather(ranks, n, **how) == [True] * 3, n
+        inputs = [data(3 * n, 10 + r, **how) for r in range(3)]
+        parts = [list(x.split(n)) if n else [x] * 3 for x in inputs]
+
+        def run(rank: int, n: int = n, inputs: Any = inputs, parts: Any = parts) -> list[bool]:
+            comm, good = ranks.comms[rank], []
+            shard = nothing(n, dtype)
+            comm.reduce_scatter_tensor(shard, inputs[rank].clone())
+            good.append(same(shard, summed([p[rank] for p in parts])))
+            out = nothing(3 * n, dtype)
+            comm.all_to_all_single(out, inputs[rank].clone())
+            good.append(same(out, torch.cat([p[rank] for p in parts])))
+            x = inputs[rank].clone()
+            comm.all_reduce(x, dist.ReduceOp.AVG)
+            good.append(same(x, summed(inputs, ReduceSpec("avg"))))
+            x = inputs[rank].clone()
+            comm.broadcast(x, group_src=1)
+            good.append(same(x, inputs[1]))
+            return good
+
+        assert ranks.each(run) == [[True] * 4] * 3, n
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_lists_roots_and_strided_tensors_go_through_the_pipeline_too(make: Any) -> None:
+    ranks, n = make(3, pause_s=0.0005), 2 * BLOCK_WORDS + 10
+    inputs = [data(n, r) for r in range(3)]
+
+    def run(rank: int) -> list[bool]:
+        comm, good = ranks.comms[rank], []
+        outs = [nothing(n) for _ in range(3)]
+        comm.all_gather(outs, inputs[rank])
+        good += [same(out, x) for out, x in zip(outs, inputs, strict=True)]
+        out = nothing(n)
+        comm.scatter(out, inputs if rank == 2 else None, group_src=2)
+        good.append(same(out, inputs[rank]))
+        outs = [nothing(n) for _ in range(3)] if rank == 0 else []
+        comm.gather(inputs[rank], outs or None, group_dst=0)
+        good += [same(out, x) for out, x in zip(outs, inputs, strict=False)]
+        wide = nothing(6 * n).view(3 * n, 2)
+        comm.all_gather_into_tensor(wide[:, 1], inputs[rank])
+        good.append(same(wide[:, 1].contiguous(), torch.cat(inputs)))
+        good.append(same(wide[:, 0].contiguous(), nothing(3 * n)))
+        return good
+
+    assert all(all(good) for good in ranks.each(run))
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_uneven_and_empty_parts_arrive(make: Any) -> None:
+    ranks = make(3, Policy(compress="auto", min_bytes=4096, timeout_s=20.0), pause_s=0.0005)
+    sizes = [[0, 70_000, 5], [3, 0, 0], [50_000, 1, 9]]
+    parts = [[data(n, 7 * i + j) for j, n in enumerate(row)] for i, row in enumerate(sizes)]
+
+    def run(rank: int) -> bool:
+        out = nothing(sum(row[rank] for row in sizes))
+        work = ranks.comms[rank].all_to_all_single(
+            out, torch.cat(parts[rank]), [row[rank] for row in sizes], sizes[rank], async_op=True
+        )
+        work.wait()
+        return same(out, torch.cat([row[rank] for row in parts]))
+
+    assert ranks.each(run) == [True] * 3
+    assert ranks.comms[0].last_decision.mode == "compressed"
+    assert ranks.comms[1].last_decision.mode == "native"
+
+
+def test_one_rank_alone_sums_by_the_law_and_copies(make: Any) -> None:
+    ranks, n = make(1), BLOCK_WORDS + 3
+    words = data(n, 0, wild=True)
+    shard, out = nothing(n), nothing(n)
+    ranks.comms[0].reduce_scatter_tensor(shard, words)
+    ranks.comms[0].all_gather_into_tensor(out, words)
+    assert same(shard, summed([words]))
+    assert same(out, words)
+
+
+def test_premul_sum_has_its_factor_before_the_sum(make: Any) -> None:
+    ranks, n = make(3), BLOCK_WORDS
+    inputs = [data(3 * n, r, wild=True) for r in range(3)]
+    op = dist._make_nccl_premul_sum(0.3)
+
+    def run(rank: int) -> bool:
+        shard = nothing(n)
+        ranks.comms[rank].reduce_scatter_tensor(shard, inputs[rank], op)
+        terms = [x[rank * n : (rank + 1) * n] for x in inputs]
+        return same(shard, summed(terms, ReduceSpec("premul_sum", np.float32(0.3))))
+
+    assert ranks.each(run) == [True] * 3
+
+
+def test_dtypes_that_are_not_coded_travel_as_they_are(make: Any) -> None:
+    ranks = make(2)
+
+    def run(rank: int) -> tuple[list[int], str]:
+        out = torch.full((6,), -1)
+        ranks.comms[rank].all_gather_into_tensor(out, torch.tensor([rank, 5, 7]))
+        x = torch.tensor([rank, 9])
+        ranks.comms[rank].all_reduce(x, dist.ReduceOp.MAX)
+        return out.tolist() + x.tolist(), ranks.comms[rank].last_decision.mode
+
+    assert ranks.each(run) == [([0, 5, 7, 1, 5, 7, 1, 9], "native")] * 2
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("prefix_percent", [0.0, 3.0, 100.0])
+def test_phase_two_is_posted_on_overflow_only(make: Any, prefix_percent: float) -> None:
+    ranks = make(2, Policy(compress="always", prefix_percent=prefix_percent, timeout_s=20.0))
+    n = 5 * BLOCK_WORDS
+    assert gather(ranks, n) == [True] * 2
+    posts = ranks.links[0].posts
+    assert len(posts) == 3 + (prefix_percent == 0.0), "three chunks, and what their prefixes had no room for"
+    assert posts[0] == [chunks_of(ranks.policies[0], n, "bfloat16")[0].phase_one_bytes]
+    assert ranks.comms[0].stats()["all_gather_into_tensor"]["phase_two_messages"] == (prefix_percent == 0.0)
+
+
+def test_the_issuing_call_waits_for_nothing_and_wait_orders_the_rest(make: Any) -> None:
+    ranks, n = make(2), 1 << 16
+    inputs = [data(n, r) for r in range(2)]
+    gate = Event()
+    for device in ranks.devices:
+        device.queued_ahead = gate
+
+    def issue(rank: int) -> tuple[Any, torch.Tensor, float]:
+        out = nothing(2 * n)
+        began = time.perf_counter()
+        work = ranks.comms[rank].all_gather_into_tensor(out, inputs[rank], async_op=True)
+        return work, out, time.perf_counter() - began
+
+    issued = ranks.each(issue)
+    time.sleep(0.2)
+    assert not any(work.is_completed() for work, _, _ in issued), "the work that was queued ahead is not done"
+    assert all(same(out, nothing(2 * n)) for _, out, _ in issued), "written before what was queued ahead"
+    assert max(seconds for _, _, seconds in issued) < 0.15
+    gate.done.set()
+    assert ranks.each(lambda rank: issued[rank][0].wait()) == [True, True]
+    assert all(same(out, torch.cat(inputs)) for _, out, _ in issued)
+
+
+@pytest.mark.usefixtures("small_chunks")
+def test_calls_in_flight_take_turns_with_two_sets_of_buffers(make: Any) -> None:
+    ranks = make(2, pause_s=0.001)
+    n = 3 * BLOCK_WORDS
+    inputs = [[data(n, 10 * call + r) for r in range(2)] for call in range(8)]
+
+    def run(rank: int) -> list[bool]:
+        outs = [nothing(2 * n) for _ in inputs]
+        works = [
+            ranks.comms[rank].all_gather_into_tensor(out, x[rank], async_op=True)
+            for out, x in zip(outs, inputs, strict=True)
+        ]
+        for work in reversed(works):
+            work.wait()
+        return [same(out, torch.cat(x)) for out, x in zip(outs, inputs, strict=True)]
+
+    assert ranks.each(run) == [[True] * 8] * 2
+    pool = ranks.pipeline(0).pool
+    assert pool.made == 2 * CALLS_AT_ONCE, "one to send and one to receive, for each call at once"
+    assert pool.held_bytes <= pool.bound_bytes
+
+
+def test_buffers_are_bounded_over_calls_of_all_sizes(make: Any) -> None:
+    ranks = make(2)
+    largest = 40 * BLOCK_WORDS
+    sizes = [int(n) for n in np.random.default_rng(0).integers(1, largest, 60)] + [largest, 1, 1]
+    for n in sizes:
+        assert gather(ranks, n) == [True] * 2
+    ranks.each(lambda rank: ranks.comms[rank].barrier())
+    pool = ranks.pipeline(1).pool
+    assert pool.held_bytes <= pool.bound_bytes
+    assert pool.bound_bytes <= CALLS_AT_ONCE * 2 * 1.2 * max_frame_bytes(largest)
+
+
+def flip(at: int, calls: int = 1) -> Callable[[int, torch.Tensor], None]:
+    """Flips a bit of the first messages that come."""
+    left = [calls]
+
+    def change(peer: int, received: torch.Tensor) -> None:
+        if left[0] and received.numel() > at:
+            left[0] -= 1
+            received[at] ^= 4
+
+    return change
+
+
+def test_a_damaged_frame_is_one_error_on_all_ranks_at_the_next_call_but_one_at_the_latest(make: Any) -> None:
+    ranks, n = make(3), 3 * BLOCK_WORDS
+    ranks.links[1].change = flip(9000)
+    first = gather(ranks, n)
+    assert first[0] is True
+    assert first[2] is True
+    errors = gather(ranks, n)
+    if errors == [True] * 3:
+        errors = gather(ranks, n)
+    assert [type(error) for error in errors] == [CorruptFrame] * 3
+    assert len({str(error) for error in errors}) == 1
+    assert "all_gather_into_tensor #0: message from rank " in str(errors[0])
+    assert " to rank 1: " in str(errors[0])
+    assert gather(ranks, n) == [True] * 3, "the Communicator goes on"
+
+
+@pytest.mark.parametrize("ending", ["barrier", "close"])
+def test_a_damaged_frame_is_known_where_ranks_meet(make: Any, ending: str) -> None:
+    ranks = make(2)
+    ranks.links[0].change = flip(9000)
+    gather(ranks, 3 * BLOCK_WORDS)
+    errors = ranks.each(lambda rank: getattr(ranks.comms[rank], ending)())
+    assert [type(error) for error in errors] == [CorruptFrame] * 2
+    assert str(errors[0]) == str(errors[1])
+
+
+def test_with_verify_wait_a_damaged_frame_is_an_error_of_its_own_call(make: Any) -> None:
+    ranks = make(3, Policy(compress="always", verify="wait", timeout_s=20.0))
+    ranks.links[2].change = flip(9000)
+    errors = gather(ranks, 3 * BLOCK_WORDS)
+    assert [type(error) for error in errors] == [CorruptFrame] * 3
+    assert len({str(error) for error in errors}) == 1
+    assert gather(ranks, 3 * BLOCK_WORDS) == [True] * 3
+
+
+def test_a_frame_of_another_call_is_found_out(make: Any) -> None:
+    """A sound frame with the right size: nothing but the digest that was told says that it is stale."""
+    ranks, n = make(2), 2 * BLOCK_WORDS
+    kept: list[torch.Tensor] = []
+
+    def replay(peer: int, received: torch.Tensor) -> None:
+        if kept:
+            received.copy_(kept[0])
+        else:
+            kept.append(received.clone())
+
+    ranks.links[0].change = replay
+    for seed in range(2):
+        ranks.each(lambda r, seed=seed: ranks.comms[r].all_gather_into_tensor(nothing(2 * n), data(n, seed)))
+    errors = ranks.each(lambda rank: ranks.comms[rank].barrier())
+    assert [type(error) for error in errors] == [CorruptFrame] * 2
+    assert "stale or swapped" in str(errors[0])
+
+
+def test_disagreement_is_one_error_on_all_ranks(make: Any) -> None:
+    ranks = make(3)
+    n = [BLOCK_WORDS, BLOCK_WORDS, BLOCK_WORDS + 1]
+
+    def run(rank: int) -> None:
+        ranks.comms[rank].all_gather_into_tensor(nothing(3 * n[rank]), data(n[rank], rank))
+
+    errors = ranks.each(run)
+    assert [type(error) for error in errors] == [PeerError] * 3
+    assert len({str(error) for error in errors}) == 1
+    assert gather(ranks, BLOCK_WORDS) == [True] * 3
+
+
+def test_refused_arguments_are_one_error_on_all_ranks(make: Any) -> None:
+    ranks = make(3)
+
+    def run(rank: int) -> None:
+        ranks.comms[rank].all_gather_into_tensor(nothing(3 * 100 - (rank == 1)), data(100, rank))
+
+    errors = ranks.each(run)
+    assert [type(error) for error in errors] == [InvalidArgument] * 3
+    assert len({str(error) for error in errors}) == 1
+    assert gather(ranks, BLOCK_WORDS) == [True] * 3
+
+
+def test_ranks_on_different_devices_are_told(make: Any) -> None:
+    ranks = make(3)
+    pipelines = [ranks.comms[r]._exchange.pipelines for r in range(3)]
+    aside = pipelines[2].pop("cpu")
+    ranks.comms[2]._exchange.records, real = None, ranks.comms[2]._exchange.records
+
+    def records(call: Any, deadline: float, agrees: Any) -> Any:
+        call.device = "other"
+        return real(call, deadline, agrees)
+
+    ranks.comms[2]._exchange.records = records
+    submit = ranks.comms[2]._exchange.submit
+
+    def relabel(*calls: Any) -> Any:
+        for call in calls:
+            call.device = "other"
+        return submit(*calls)
+
+    ranks.comms[2]._exchange.submit = relabel
+    errors = gather(ranks, BLOCK_WORDS)
+    assert [type(error) for error in errors] == [PeerError] * 3
+    assert "with device 'cpu'" in str(errors[0])
+    assert "with device 'other'" in str(errors[0])
+    ranks.comms[2]._exchange.submit, ranks.comms[2]._exchange.records = submit, real
+    pipelines[2]["cpu"] = aside
+    assert gather(ranks, BLOCK_WORDS) == [True] * 3
+
+
+def test_a_rank_that_does_not_come_is_a_timeout_that_names_it(make: Any) -> None:
+    ranks = make(3, Policy(compress="always", timeout_s=0.6))
+
+    def run(rank: int) -> None:
+        if rank != 1:
+            ranks.comms[rank].all_gather_into_tensor(nothing(3 * BLOCK_WORDS), data(BLOCK_WORDS, rank))
+
+    errors = ranks.each(run)
+    assert [type(errors[0]), type(errors[2])] == [RankTimeout] * 2
+    assert "rank 1 of 3 did not arrive" in str(errors[0])
+    assert str(errors[0]) == str(errors[2])
+
+
+def test_transfers_that_never_end_are_given_up_at_the_deadline(make: Any) -> None:
+    ranks = make(2, Policy(compress="always", timeout_s=0.8))
+    link = ranks.links[0]
+
+    def stall(peer: int, received: torch.Tensor) -> None:
+        while not link.aborted:
+            time.sleep(0.01)
+
+    link.change = stall
+    began = time.monotonic()
+    gather(ranks, BLOCK_WORDS)
+    errors = ranks.each(lambda rank: ranks.comms[rank].barrier())
+    assert time.monotonic() - began < 6
+    assert all(isinstance(error, ZipcclError) for error in errors)
+    assert str(errors[0]) == str(errors[1])
+
+
+def test_sizes_that_cannot_be_are_refused(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = make(2)
+    pack = Sizes.pack
+
+    def lie(sizes: Sizes) -> bytes:
+        if sizes.src == 1:
+            sizes = Sizes(sizes.sequence, 1, frames=tuple((size + (1 << 40), d) for size, d in sizes.frames))
+        return pack(sizes)
+
+    monkeypatch.setattr(Sizes, "pack", lie)
+    assert isinstance(gather(ranks, BLOCK_WORDS)[0], PeerError)
+    errors = gather(ranks, BLOCK_WORDS)
+    assert [type(error) for error in errors] == [PeerError] * 2
+    assert "rank 1 tells of frames of" in str(errors[0])
+    assert str(errors[0]) == str(errors[1])
+
+
+def test_coding_pauses_where_it_does_not_pay_at_the_same_call_on_all_ranks(make: Any) -> None:
+    ranks = make(2, Policy(compress="auto", min_bytes=0, timeout_s=20.0))
+    modes = []
+    for _ in range(5):
+        assert gather(ranks, 2 * BLOCK_WORDS, wild=True) == [True] * 2
+        modes.append([comm.last_decision.mode for comm in ranks.comms])
+    assert modes == [[m, m] for m in ("compressed", "native", "compressed", "native", "native")]
+
+
+def test_a_call_that_is_captured_is_refused_on_all_ranks(make: Any) -> None:
+    ranks = make(2)
+    ranks.devices[1].capturing = True
+    errors = gather(ranks, BLOCK_WORDS)
+    assert [type(error) for error in errors] == [InvalidArgument] * 2
+    ranks.devices[1].capturing = False
+    assert gather(ranks, BLOCK_WORDS) == [True] * 2
+
+
+def test_a_work_that_is_dropped_goes_on(make: Any) -> None:
+    ranks = make(2, pause_s=0.002)
+    outs = [nothing(2 * BLOCK_WORDS) for _ in range(2)]
+    ranks.each(lambda r: ranks.comms[r].all_gather_into_tensor(outs[r], data(BLOCK_WORDS, r), async_op=True) and None)
+    ranks.each(lambda r: ranks.comms[r].barrier())
+    assert all(same(out, torch.cat([data(BLOCK_WORDS, r) for r in range(2)])) for out in outs)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("n", [1, BLOCK_WORDS, (8 << 20) + 1, (1 << 31) + 1])
+def test_chunks_cover_a_message_and_their_frames_do_not_touch(n: int, dtype: str) -> None:
+    pieces = chunks_of(ALWAYS, n, dtype)
+    assert len(pieces) <= MOST_CHUNKS
+    assert pieces[0].first == 0
+    assert [a.first + a.words for a in pieces] == [*[b.first for b in pieces[1:]], n]
+    for a, b in zip(pieces, [*pieces[1:], None], strict=True):
+        assert a.first % BLOCK_WORDS == 0
+        assert a.at % 128 == 0
+        assert a.capacity_bytes == max_frame_bytes(a.words, dtype)
+        assert static_bytes(a.words) <= a.phase_one_bytes <= a.capacity_bytes
+        assert a.at + a.capacity_bytes <= (b.at if b else buffer_bytes(pieces))
+
+
+@pytest.mark.parametrize("n", [1, 65_536, 65_537, 100_000, 1 << 20, (1 << 20) + 1, 3 << 30])
+def test_a_size_class_holds_what_was_asked_for_and_an_eighth_more_at_most(n: int) -> None:
+    assert n <= size_class_bytes(n) <= max(65_536, n + n // 8 + 1)
+    assert size_class_bytes(size_class_bytes(n)) == size_class_bytes(n)
+
+
+def test_a_pool_lets_go_of_what_is_too_much() -> None:
+    pool = Pool(lambda n: torch.empty(n, dtype=torch.uint8))
+    for n in range(100_000, 1_000_000, 50_000):
+        pool.give_back(pool.take([n, n]))
+        assert pool.held_bytes <= pool.bound_bytes
+    assert pool.made < 40
+    pool.close()
+    assert pool.held_bytes == 0

@@ -1,0 +1,292 @@
+"""A device made of threads: streams as lazy as a GPU's, on CPU tensors. What is not ordered runs in a wrong order here.
+
+A stream is a thread that runs what is queued on it, in order, after a random pause; an event is done when its stream
+has come to it. The codec is the CPU's. So the pipeline's own logic, and above all its orders between streams, is tested
+on any machine; what only a GPU can show (kernels, NCCL, the driver) is not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zipccl_core import Codebook
+from zipccl_core.codec import exponent_histogram
+from zipccl_core.codec.cpu import decode_into, encode_into
+from zipccl_core.collectives.device import STREAMS
+from zipccl_core.collectives.link import Piece
+from zipccl_core.collectives.message import patterns
+from zipccl_core.collectives.reduce import ReduceSpec, ordered_sum
+from zipccl_core.collectives.transport import Transport
+from zipccl_core.errors import InvalidArgument, ZipcclError
+from zipccl_core.frame import FrameHeader, parse_header
+
+Row = FrameHeader | ZipcclError | None
+
+
+class Event:
+    def __init__(self, done: bool = False) -> None:
+        self.done = threading.Event()
+        if done:
+            self.done.set()
+
+    def query(self) -> bool:
+        return self.done.is_set()
+
+
+class Stream:
+    """Runs what it is given, in order, on a thread of its own; the first thing that raises is kept in `failed`."""
+
+    def __init__(self, pause_s: float) -> None:
+        self.failed: BaseException | None = None
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._pause_s, self._random = pause_s, random.Random(0)
+        self._thread = threading.Thread(target=self._run, name="a stream", daemon=True)
+        self._thread.start()
+
+    def put(self, work: Callable[[], object]) -> None:
+        self._work.put(work)
+
+    def close(self) -> None:
+        self._work.put(None)
+        self._thread.join(10)
+        assert not self._thread.is_alive(), "a stream still waits"
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            if self._pause_s:
+                time.sleep(self._random.random() * self._pause_s)
+            try:
+                work()
+            except BaseException as exc:
+                self.failed = self.failed or exc
+
+
+class Copy(Event):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = torch.empty(0, dtype=torch.uint8)
+
+    def tensor(self) -> Tensor:
+        assert self.query(), "read before it was there"
+        return self.bytes
+
+
+class Rows:
+    """Verdicts in the device's memory."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+
+class RowsCopy(Event):
+    def __init__(self, rows: Rows) -> None:
+        super().__init__()
+        self._rows = rows
+
+    def tensor(self) -> Any:
+        assert self.query(), "read before it was there"
+        return self._rows
+
+
+class ThreadDevice:
+    """See zipccl_core.collectives.device.Device.
+
+    Args:
+        pause_s: the longest that a stream pauses before each piece of work.
+    """
+
+    def __init__(self, pause_s: float = 0.0) -> None:
+        self.streams = {name: Stream(pause_s) for name in (*STREAMS, "link")}
+        self._in_use = threading.local()
+        self.queued_ahead: Event | None = None
+        self.capturing = False
+
+    def close(self) -> None:
+        for stream in self.streams.values():
+            stream.close()
+        failed = next((s.failed for s in self.streams.values() if s.failed), None)
+        if failed:
+            raise failed
+
+    @property
+    def stream(self) -> Stream:
+        found: Stream = self._in_use.stream
+        return found
+
+    def now(self) -> Event:
+        return self.queued_ahead or Event(done=True)
+
+    def join(self, event: Event) -> None:
+        assert event.done.wait(60), "the device never came to an event"
+
+    def check(self, device: torch.device) -> None:
+        if self.capturing:
+            raise InvalidArgument("a collective cannot be captured")
+
+    @contextlib.contextmanager
+    def on(self, stream: str) -> Iterator[None]:
+        before = getattr(self._in_use, "stream", None)
+        self._in_use.stream = self.streams[stream]
+        try:
+            yield
+        finally:
+            self._in_use.stream = before
+
+    def mark(self) -> Event:
+        event = Event()
+        self.stream.put(event.done.set)
+        return event
+
+    def after(self, event: Event) -> None:
+        self.stream.put(lambda: event.done.wait(60))
+
+    def empty(self, n_bytes: int) -> Tensor:
+        return torch.full((n_bytes,), 0xA5, dtype=torch.uint8)
+
+    def run(self, work: Callable[[], object]) -> None:
+        self.stream.put(work)
+
+    def codebooks(self, words: Sequence[Tensor], kind: str | Codebook) -> list[list[Codebook]]:
+        found: list[list[Codebook]] = [[] for _ in words]
+
+        def measure() -> None:
+            for w, out in zip(words, found, strict=True):
+                if isinstance(kind, Codebook):
+                    out.append(kind)
+                    continue
+                histogram = exponent_histogram(w).tolist()
+                fit = Codebook.fitted if kind == "fitted" else Codebook.gaussian_of_histogram
+                out.append(fit(histogram))
+
+        self.stream.put(measure)
+        return found
+
+    def encode(self, words: Sequence[Tensor], codebooks: Sequence[Any], frames: Sequence[Tensor]) -> None:
+        def work() -> None:
+            for w, book, frame in zip(words, codebooks, frames, strict=True):
+                encode_into(patterns(w), book[0], frame.numpy())
+
+        self.stream.put(work)
+
+    def decode(self, frames: Sequence[Tensor], out: Sequence[Tensor]) -> Any:
+        rows = Rows()
+
+        def work() -> None:
+            rows.rows = [_decoded(frame, target) for frame, target in zip(frames, out, strict=True)]
+
+        self.stream.put(work)
+        return rows
+
+    def decode_reduce(self, terms: Sequence[Tensor], out: Tensor, kind: str, factor: float | None) -> Any:
+        rows = Rows()
+
+        def work() -> None:
+            words = []
+            for term in terms:
+                if term.dtype != torch.uint8:
+                    rows.rows.append(None)
+                    words.append(term)
+                    continue
+                decoded = torch.empty_like(out)
+                rows.rows.append(_decoded(term, decoded))
+                words.append(decoded)
+            number = None if factor is None else torch.tensor(factor, dtype=torch.float32).numpy()[()]
+            ordered_sum([patterns(w) for w in words], ReduceSpec(kind, number), patterns(out))
+
+        self.stream.put(work)
+        return rows
+
+    def to_host(self, tensors: Sequence[Any]) -> Any:
+        if isinstance(tensors[0], Rows):
+            rows = RowsCopy(tensors[0])
+            self.stream.put(rows.done.set)
+            return rows
+        copy = Copy()
+
+        def work() -> None:
+            copy.bytes = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors])
+            copy.done.set()
+
+        self.stream.put(work)
+        return copy
+
+    def to_device(self, target: Tensor, source: Tensor) -> None:
+        self.stream.put(lambda: target.copy_(source))
+
+    def headers(self, rows: Any) -> list[Row]:
+        found: list[Row] = rows.rows
+        return found
+
+
+def _decoded(frame: Tensor, out: Tensor) -> Row:
+    try:
+        header = parse_header(frame.numpy().data, frame.numel())
+        decode_into(frame[: header.frame_bytes].numpy(), patterns(out))
+        return header
+    except ZipcclError as error:
+        return error
+
+
+class ThreadLink:
+    """What NCCL does, by gloo: posts are carried out in order on a stream of the link's own, and no host waits.
+
+    Attributes:
+        change: what happens to bytes that come, for tests: (peer, bytes) → None, in place.
+    """
+
+    def __init__(self, transport: Transport, device: ThreadDevice) -> None:
+        self._transport, self._device = transport, device
+        self.change: Callable[[int, Tensor], None] = lambda peer, data: None
+        self.aborted = False
+        self.posts: list[list[int]] = []
+
+    def post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float) -> Any:
+        self.posts.append([piece.data.numel() for piece in sends])
+        ready, arrived, link = self._device.mark(), Event(), self._device.streams["link"]
+
+        def work() -> None:
+            ready.done.wait(60)
+            try:
+                into = [(p, self._transport.recv("data", p.data, p.peer, tag)) for p in receives]
+                out = [self._transport.send("data", p.data.clone(), p.peer, tag) for p in sends]
+                for piece, transfer in into:
+                    transfer.wait(timedelta(seconds=60))
+                    self.change(piece.peer, piece.data)
+                for transfer in out:
+                    transfer.wait(timedelta(seconds=60))
+            except RuntimeError:
+                if not self.aborted:
+                    raise
+            finally:
+                arrived.done.set()
+
+        link.put(work)
+        return _Ordered(self._device, arrived)
+
+    def group(self) -> Any:
+        return self._transport.group("native")
+
+    def abort(self) -> None:
+        self.aborted = True
+        self._transport.abort()
+
+    def close(self) -> None:
+        self._device.streams["link"].put(lambda: None)
+
+
+class _Ordered:
+    def __init__(self, device: ThreadDevice, arrived: Event) -> None:
+        self._device, self._arrived = device, arrived
+
+    def arrive(self, deadline: float) -> None:
+        self._device.after(self._arrived)
