@@ -479,11 +479,12 @@ class Sweep:
 
 
 def books(comm: Communicator, operation: Operation) -> list[float]:
-    """What a Communicator's books say of an operation so far; collective.
+    """What a Communicator's books say of an operation so far; collective, and after all that was called is settled.
 
     Returns:
         Raw and sent bytes of all ranks; and of the root's calls, how many were compressed and how many native.
     """
+    comm.barrier()
     entries = comm.stats().get(operation.method, {})
     totals = [entries.get(key, 0.0) for key in ("raw_bytes", "sent_bytes")]
     calls = [entries.get(key, 0.0) if dist.get_rank() == ROOT else 0.0 for key in ("compressed", "native")]
