@@ -70,7 +70,7 @@ class ZipcclCommunicator:
         return self.inner.all_reduce(tensor, torch_op(op), async_op=async_op)
 
     def stats(self) -> dict[str, Any]:
-        operations = self.inner.stats()
+        operations = {name: books for name, books in self.inner.stats().items() if name != "device_buffers"}
         totals: dict[str, Any] = {
             key: sum(books[key] for books in operations.values())
             for key in ("calls", "raw_bytes", "sent_bytes", "coded_words", "escapes", "phase_two_messages")

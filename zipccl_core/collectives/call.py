@@ -73,7 +73,6 @@ class Call:
     issued: Event | None = None
     on: Device | None = None
     finished: Event | None = None
-    escapes: int = 0
 
     @property
     def place(self) -> Place:

@@ -479,7 +479,9 @@ class Communicator:
             operation → {"calls", "raw_bytes": payload for other ranks, "sent_bytes": what was sent for it, envelopes
             included, "ratio": raw ÷ sent, "coded_words", "escapes": among those, "phase_two_messages",
             "retransmissions": messages that came damaged and were asked for again, "compressed" and "native": calls
-            by decision}. Call records and verdicts, 2048 bytes a peer and call, are not counted.
+            by decision}. Call records and verdicts, 2048 bytes a peer and call, are not counted. After the first call
+            on a device also "device_buffers" → {"held_bytes": now, "bound_bytes": the most while nothing is under way,
+            twice what the largest call has taken, "made": allocations so far}.
         """
         report: dict[str, dict[str, float]] = {}
         for operation, books in self._exchange.stats.items():
@@ -495,6 +497,13 @@ class Communicator:
             )
             report[operation] = {key: books[key] for key in (*keys, "compressed", "native")}
             report[operation]["ratio"] = books["raw_bytes"] / sent if sent else 1.0
+        for pipeline in self._exchange.pipelines.values():
+            pool = pipeline.pool
+            report["device_buffers"] = {
+                "held_bytes": float(pool.held_bytes),
+                "bound_bytes": float(pool.bound_bytes),
+                "made": float(pool.made),
+            }
         return report
 
     # How

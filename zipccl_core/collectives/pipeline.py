@@ -46,12 +46,14 @@ class _Message:
         chunks: of its frames; empty if it is not coded.
         buffer: of its frames, and of a reduction's terms that come uncoded; empty else.
         frames: bytes and digest of each chunk's frame, once they are known.
+        escapes: in them, of a message that goes.
     """
 
     flat: Tensor
     chunks: tuple[Chunk, ...] = ()
     buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     frames: tuple[tuple[int, int], ...] = ()
+    escapes: int = 0
 
     @property
     def coded(self) -> bool:
@@ -87,7 +89,7 @@ class _Message:
         if not self.coded:
             return Sent(raw_bytes, raw_bytes, n)
         sent = sum(max(c.phase_one_bytes, size) for c, (size, _) in zip(self.chunks, self.frames, strict=True))
-        return Sent(raw_bytes, sent, n, coded=True, phase_two=bool(self.rests()))
+        return Sent(raw_bytes, sent, n, coded=True, phase_two=bool(self.rests()), escapes=self.escapes)
 
 
 @dataclass
@@ -299,11 +301,11 @@ class Pipeline:
         messages = self._distinct(outgoing)
         if headers is not None:
             exchange.poll(headers.query, deadline, title(call), [exchange.rank])
-            parsed = [parse_header(bytes(h.numpy()), 1 << 62) for h in headers.tensor().view(-1, HEADER_BYTES)]
-            sizes = iter((h.frame_bytes, h.digest) for h in parsed)
+            parsed = iter([parse_header(bytes(h.numpy()), 1 << 62) for h in headers.tensor().view(-1, HEADER_BYTES)])
             for m in messages:
-                m.frames = tuple(next(sizes) for _ in m.chunks)
-            call.escapes = sum(h.escapes for h in parsed)
+                mine = [next(parsed) for _ in m.chunks]
+                m.frames = tuple((h.frame_bytes, h.digest) for h in mine)
+                m.escapes = sum(h.escapes for h in mine)
         error, self._wrong = self._wrong, None
         fatal = False
         if error is None and refused is not None:

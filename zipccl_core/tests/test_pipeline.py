@@ -294,6 +294,11 @@ def test_buffers_are_bounded_over_calls_of_all_sizes(make: Any) -> None:
         assert gather(ranks, n) == [True] * 2
     ranks.each(lambda rank: ranks.comms[rank].barrier())
     pool = ranks.pipeline(1).pool
+    assert ranks.comms[1].stats()["device_buffers"] == {
+        "held_bytes": pool.held_bytes,
+        "bound_bytes": pool.bound_bytes,
+        "made": pool.made,
+    }
     assert pool.held_bytes <= pool.bound_bytes
     assert pool.bound_bytes <= CALLS_AT_ONCE * 2 * 1.2 * max_frame_bytes(largest)
 

@@ -1,25 +1,27 @@
-"""Call record, envelope and verdict: what is packed is parsed, and what is damaged is refused."""
+"""Call record, envelope, sizes and verdict: what is packed is parsed, and what is damaged is refused."""
 
 import pytest
 
-from zipccl_core.collectives.wire import ALL_RANKS, ERROR_KINDS, CallRecord, Envelope, Verdict
+from zipccl_core.collectives.wire import ALL_RANKS, ERROR_KINDS, MOST_CHUNKS, CallRecord, Envelope, Sizes, Verdict
 from zipccl_core.errors import CorruptFrame, UnsupportedFrame
 
 RECORD = CallRecord(7, "reduce_scatter_tensor", 2, "bfloat16", "premul_sum", 0x3F000000, 5, 6)
 ENVELOPE = Envelope(1 << 40, 3, ALL_RANKS, True, 1 << 50, (1 << 64) - 1)
+SIZES = Sizes(9, 1, None, False, 1 << 40, 1 << 39, tuple((1 << 33, (1 << 64) - 1 - i) for i in range(MOST_CHUNKS)))
 VERDICT = Verdict(9, 1, CorruptFrame("message from rank 0 to rank 1: Digest …"), True, (0, 70_000))
 
 
-@pytest.mark.parametrize("sent", [RECORD, ENVELOPE, Verdict(9, 1)], ids=lambda m: type(m).__name__)
-def test_what_is_packed_is_parsed(sent: CallRecord | Envelope | Verdict) -> None:
+@pytest.mark.parametrize("sent", [RECORD, ENVELOPE, SIZES, Sizes(9, 1), Verdict(9, 1)], ids=lambda m: type(m).__name__)
+def test_what_is_packed_is_parsed(sent: CallRecord | Envelope | Sizes | Verdict) -> None:
     packed = sent.pack()
     assert len(packed) == sent.BYTES
     assert type(sent).parse(packed) == sent
 
 
 @pytest.mark.parametrize("kind", ERROR_KINDS)
-def test_a_verdict_keeps_kind_and_text(kind: type) -> None:
-    came = Verdict.parse(Verdict(3, 2, kind("rank 2 − this")).pack())
+@pytest.mark.parametrize("carrier", [Verdict, Sizes])
+def test_an_error_keeps_kind_and_text(carrier: type, kind: type) -> None:
+    came = carrier.parse(carrier(3, 2, kind("rank 2 − this")).pack())
     assert type(came.error) is kind
     assert str(came.error) == "rank 2 − this"
 
@@ -35,8 +37,8 @@ def test_a_long_text_is_cut_and_stays_readable() -> None:
     assert str(came.error).startswith("é" * 350)
 
 
-@pytest.mark.parametrize("sent", [RECORD, ENVELOPE, VERDICT], ids=lambda m: type(m).__name__)
-def test_every_flipped_bit_is_refused(sent: CallRecord | Envelope | Verdict) -> None:
+@pytest.mark.parametrize("sent", [RECORD, ENVELOPE, SIZES, VERDICT], ids=lambda m: type(m).__name__)
+def test_every_flipped_bit_is_refused(sent: CallRecord | Envelope | Sizes | Verdict) -> None:
     packed = sent.pack()
     for byte in range(len(packed)):
         for bit in range(8):
@@ -59,6 +61,7 @@ def test_a_record_of_another_kind_is_refused() -> None:
         (CallRecord(7, "barrier", 4), "rank 2 calls reduce_scatter_tensor #7, rank 4 calls barrier #7"),
         (CallRecord(8, "reduce_scatter_tensor", 4), "rank 4 calls reduce_scatter_tensor #8"),
         (CallRecord(7, "reduce_scatter_tensor", 4, "float32"), "'float32'"),
+        (CallRecord(7, "reduce_scatter_tensor", 4, "bfloat16", device="cuda"), "with device 'cuda'"),
         (CallRecord(7, "reduce_scatter_tensor", 4, "bfloat16", "avg"), "'avg'"),
         (CallRecord(7, "reduce_scatter_tensor", 4, "bfloat16", "premul_sum", 1), "factor_bits 1"),
         (

@@ -62,6 +62,7 @@ class Stream:
         assert not self._thread.is_alive(), "a stream still waits"
 
     def _run(self) -> None:
+        torch.set_flush_denormal(False)  # a device has a mode of its own, and not that of who queues
         while (work := self._work.get()) is not None:
             if self._pause_s:
                 time.sleep(self._random.random() * self._pause_s)

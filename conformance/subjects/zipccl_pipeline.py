@@ -1,0 +1,46 @@
+"""Our pipeline for devices as the judge sees it, on a device made of threads: the suites without a GPU.
+
+pytest conformance --subject zipccl_pipeline
+
+What it proves is the pipeline's own: chunks, phases, orders between streams, sizes, sums; not kernels, and not NCCL.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+
+import torch.distributed as dist
+
+from conformance.subjects.zipccl import MODES, VARIANTS, ZipcclCommunicator, ZipcclSubject
+from zipccl_core import Communicator, Policy
+from zipccl_core.collectives.pipeline import Pipeline
+from zipccl_core.tests.thread_device import ThreadDevice, ThreadLink
+
+POINT_TO_POINT = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
+PAUSE_S = 0.0002
+
+
+class PipelineSubject(ZipcclSubject):
+    """zipccl_core, whose CPU tensors count as a device's; verdicts are waited for, so that each call has its own."""
+
+    name = "zipccl_pipeline"
+    capabilities = dataclasses.replace(
+        ZipcclSubject.capabilities,
+        operations=ZipcclSubject.capabilities.operations - POINT_TO_POINT,
+        codec=False,
+    )
+
+    def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
+        policy = Policy(timeout_s=timeout_s, verify="wait", **(MODES | VARIANTS)[mode or "always"])
+        made = Communicator(group, policy)
+        device = ThreadDevice(PAUSE_S)
+        exchange = made._exchange
+        exchange.pipelines["cpu"] = Pipeline(exchange, device, ThreadLink(exchange.transport, device))
+        weakref.finalize(exchange, device.close)
+        return ZipcclCommunicator(made)
+
+
+def subject() -> PipelineSubject:
+    """Named by --subject zipccl_pipeline."""
+    return PipelineSubject()
