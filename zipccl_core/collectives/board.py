@@ -78,6 +78,22 @@ class Board:
                         "make it alike on all ranks"
                     )
 
+    def share(self, name: str, mine: Any, timeout_s: float) -> list[Any]:
+        """What every rank says under a name that is used once, in rank order; anything that JSON holds.
+
+        Raises:
+            RankTimeout: naming the ranks that said nothing within timeout_s; on all that do.
+        """
+        self._store.set(f"{name}/{self._rank}", json.dumps(mine))
+        keys = [f"{name}/{rank}" for rank in range(self._size)]
+        deadline = time.monotonic() + timeout_s
+        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+            if time.monotonic() > deadline:
+                text = f"Communicator: ranks {missing} of {self._size} said nothing of {name} within {timeout_s:g} s"
+                raise self.settle(RankTimeout(text))
+            time.sleep(_POLL_S)
+        return [json.loads(self._store.get(key)) for key in keys]
+
     def settle(self, error: ZipcclError) -> ZipcclError:
         """Publish a fatal error and return the one that all ranks raise: the first that was published."""
         mine = json.dumps({"kind": type(error).__name__, "text": str(error)})

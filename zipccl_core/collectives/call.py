@@ -80,6 +80,11 @@ class Call:
         dtype = dtype_text(self.dtype) if self.dtype else ""
         return (self.operation, self.stage, dtype, self.total_words.bit_length())
 
+    @property
+    def kind(self) -> str:
+        """What a call on a device does with its messages: "gather", "all_to_all" or "reduce"."""
+        return "reduce" if self.target is not None else "gather" if self.same_for_all else "all_to_all"
+
     def record_for(self, rank: int, peer: int, policy: int) -> CallRecord:
         """This rank's call record for one peer."""
         return CallRecord(

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
 from ..errors import InvalidArgument
 from ..frame import DTYPES
-from ..policy.switch import Decision, Policy
+from ..policy.switch import Decision, Policy, explain_straight
+from . import straight
 from .board import Board, group_store
 from .call import Call
-from .cuda_device import pipeline_on_cuda
+from .cuda_device import has_nccl, pipeline_on_cuda
 from .exchange import Exchange, Work, facts
 from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
+from .probe import probe
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
+from .straight import StraightWork, go_straight
 
 LEAST_MEETING_S = 10.0
 
@@ -36,8 +39,16 @@ class Communicator:
     kind with one text on all ranks. After a PeerError or RankTimeout that came from the transport the Communicator is
     finished and repeats that error; after any other it can be used on. Outputs are undefined after an error.
 
+    Tensors on CUDA go through the GPU's codec, and NCCL if the group has it for CUDA ("cpu:gloo,cuda:nccl"; each rank's
+    current device is taken when the Communicator is made), else by way of the host and gloo. Such calls are ordered
+    after and before work on the current stream, as torch's are: `wait()` lets the stream wait for the words, and holds
+    up the host only until the messages of all ranks are encoded, so that their sizes are known. A call none of whose
+    messages is coded goes straight to NCCL, without a comparison of arguments: it has torch's guarantees. They cannot
+    be captured into a CUDA graph. On CUDA, "auto" measures when a Communicator is made, in about a second, from which
+    size on coding pays.
+
     Args:
-        group: a process group with CPU tensors (gloo); the default group if None.
+        group: a process group; the default group if None.
         policy: what to compress and how; see Policy.
 
     Raises:
@@ -64,6 +75,11 @@ class Communicator:
         self._exchange = Exchange(board, self._rank, self._size, policy)
         self._channels = Channels(self._exchange)
         self._closed = False
+        if has_nccl(group):
+            device = torch.device("cuda", torch.cuda.current_device())
+            self._exchange.pipelines["cuda"] = pipeline_on_cuda(self._exchange, group, device)
+            if policy.compress == "auto" and self._size > 1:
+                probe(self._exchange, self._probed, device)
 
     # Collectives
 
@@ -103,6 +119,9 @@ class Communicator:
             flat_in = input_tensor.detach().reshape(-1) if in_place else _flat_input(input_tensor, output_tensor)
             return [self._gathering(flat_in, slots, n, finish)]
 
+        if (group := self._straight("gather", input_tensor)) is not None:
+            start = self._starting(output_tensor, input_tensor, lambda out, into: straight.gather(group, out, into))
+            return self._go_straight("all_gather_into_tensor", start, input_tensor, self._size - 1, async_op)
         return self._issue("all_gather_into_tensor", build, async_op)
 
     def reduce_scatter_tensor(
@@ -141,6 +160,10 @@ class Communicator:
             shards = [flat_in.narrow(0, r * n, n) for r in range(self._size)]
             return [self._reduction(spec, shards, flat_in, flat_out, finish)]
 
+        if (found := self._straight_reduction(output, 1, op)) is not None:
+            group, spec = found
+            start = self._starting(output, input, lambda out, into: straight.reduce_scatter(group, out, into, spec))
+            return self._go_straight("reduce_scatter_tensor", start, output, self._size - 1, async_op)
         return self._issue("reduce_scatter_tensor", build, async_op)
 
     def all_to_all_single(
@@ -179,6 +202,10 @@ class Communicator:
                 )
             return [Call(dtype=flat_in.dtype, sends=sends, receives=receives, finish=finish)]
 
+        equal = not input_split_sizes and not output_split_sizes
+        if equal and (group := self._straight("all_to_all", input, self._size)) is not None:
+            start = self._starting(output, input, lambda out, into: straight.exchange_parts(group, out, into))
+            return self._go_straight("all_to_all_single", start, input, (self._size - 1) / self._size, async_op)
         return self._issue("all_to_all_single", build, async_op)
 
     def all_gather(
@@ -228,7 +255,7 @@ class Communicator:
             width = -(-n // self._size) if n else 0
             bounds = [min(r * width, n) for r in range(self._size + 1)]
             shards = [flat[a:b] for a, b in itertools.pairwise(bounds)]
-            why = self._why_native(spec, flat.dtype, width * flat.element_size())
+            why = self._why_native(spec, flat.dtype, width * flat.element_size(), flat.device.type)
             if why:
                 native = Call(
                     dtype=flat.dtype, total_words=n, sends=shards, spec=spec, native_reason=why, finish=finish
@@ -240,6 +267,10 @@ class Communicator:
             reduction = self._reduction(spec, shards, flat, mine)
             return [reduction, self._gathering(mine, shards, n, finish)]
 
+        if (found := self._straight_reduction(tensor, self._size, op)) is not None:
+            group, spec = found
+            start = self._starting(tensor, tensor, lambda out, into: straight.all_reduce(group, out, spec))
+            return self._go_straight("all_reduce", start, tensor, 2 * (self._size - 1) / self._size, async_op)
         return self._issue("all_reduce", build, async_op)
 
     def broadcast(
@@ -268,6 +299,11 @@ class Communicator:
                 call.receives[root], call.finish = _flat_output(tensor)
             return [call]
 
+        if (group := self._straight("gather", tensor)) is not None:
+            root = self._root("src", src, group_src)
+            start = self._starting(tensor, tensor, lambda out, into: straight.broadcast(group, out, root))
+            others = self._size - 1 if self._rank == root else 0
+            return self._go_straight("broadcast", start, tensor, others, async_op)
         return self._issue("broadcast", build, async_op)
 
     def scatter(
@@ -550,6 +586,75 @@ class Communicator:
         if (pipeline := self._exchange.pipelines.get(output.device.type)) is not None:
             pipeline.device.check(output.device)
 
+    def _straight(self, kind: str, tensor: Any, parts: int = 1) -> Any:
+        """The backend's group, if calls of this kind on such tensors go straight to it; else None.
+
+        Args:
+            parts: messages that the tensor is cut into.
+        """
+        if (group := self._straight_group(tensor)) is None:
+            return None
+        dtype, n_bytes = dtype_text(tensor.dtype), -(-tensor.numel() // parts) * tensor.element_size()
+        return None if self._exchange.codes_on_device(kind, dtype, n_bytes) else group
+
+    def _straight_reduction(self, tensor: Any, parts: int, op: Any) -> tuple[Any, ReduceSpec] | None:
+        """As _straight, for a reduction; with what `op` asks for."""
+        if (group := self._straight_group(tensor)) is None:
+            return None
+        try:
+            spec = reduce_spec(op)
+        except InvalidArgument:
+            return None  # is said to all ranks
+        n_bytes = -(-tensor.numel() // parts) * tensor.element_size()
+        return (group, spec) if self._why_native(spec, tensor.dtype, n_bytes, tensor.device.type) else None
+
+    def _straight_group(self, tensor: Any) -> Any:
+        """The backend's group, if it takes such tensors without asking."""
+        pipelines = self._exchange.pipelines
+        if not pipelines or self._closed or not isinstance(tensor, torch.Tensor):
+            return None
+        pipeline = pipelines.get(tensor.device.type)
+        return None if pipeline is None or not pipeline.link.straight else pipeline.link.group()
+
+    def _starting(
+        self, output: torch.Tensor, input: torch.Tensor, call: Callable[[torch.Tensor, torch.Tensor], Any]
+    ) -> Callable[[], StraightWork]:
+        """What starts a call of the backend on these tensors, strided ones by way of flat copies."""
+
+        def start() -> StraightWork:
+            if output is input:
+                flat_out, finish = _flat_output(output)
+                if not output.is_contiguous():
+                    flat_out.copy_(output.detach().reshape(-1))
+                return StraightWork(call(flat_out, flat_out), finish)
+            self._check_pair(output, input)
+            if output.is_contiguous() and input.is_contiguous():
+                return StraightWork(call(output.detach().view(-1), input.detach().view(-1)), lambda: None)
+            flat_out, finish = _flat_output(output)
+            return StraightWork(call(flat_out, _flat_input(input, output)), finish)
+
+        return start
+
+    def _go_straight(
+        self, operation: str, start: Callable[[], StraightWork], tensor: torch.Tensor, times: float, async_op: bool
+    ) -> Work | None:
+        """Start a call of the backend; `times` the tensor goes to others."""
+        words = int(tensor.numel() * times)
+        reason = explain_straight(self._policy, dtype_text(tensor.dtype))
+        work = go_straight(self._exchange, operation, start, words, words * tensor.element_size(), reason)
+        if async_op:
+            return cast(Work, work)
+        work.wait()
+        return None
+
+    def _probed(self, kind: str, out: torch.Tensor, words: torch.Tensor) -> Any:
+        """A call of a kind, for `probe`."""
+        if kind == "gather":
+            return self.all_gather_into_tensor(out, words, async_op=True)
+        if kind == "all_to_all":
+            return self.all_to_all_single(out, words, async_op=True)
+        return self.reduce_scatter_tensor(out[: words.numel() // self._size], words, async_op=True)
+
     def _root(self, name: str, rank: int | None, group_rank: int | None) -> int:
         """The group rank of a src or dst given as global or as group rank."""
         if (rank is None) == (group_rank is None):
@@ -606,14 +711,20 @@ class Communicator:
                 (call.receives, call.finish), call.dtype = ([flat[0]], flat[1]), flat[0].dtype
         return self._channels.submit(call, peer, tag, is_sender=name == "dst")
 
-    def _why_native(self, spec: ReduceSpec, dtype: torch.dtype, raw_bytes: int) -> str:
+    def _codes(self, device: str, dtype: str, raw_bytes: int) -> bool:
+        """Whether a term of a reduction of raw_bytes is coded."""
+        if device in self._exchange.pipelines:
+            return self._exchange.codes_on_device("reduce", dtype, raw_bytes)
+        return self._policy.codes(dtype, raw_bytes)
+
+    def _why_native(self, spec: ReduceSpec, dtype: torch.dtype, raw_bytes: int, device: str) -> str:
         """Why a reduction is the backend's own; empty if it is the ordered sum."""
         name = dtype_text(dtype)
         if not spec.ordered:
             return f"{spec.name} is the backend's own reduction"
         if name not in DTYPES:
             return f"{name} is not coded, and reduced by the backend"
-        if self._policy.reduction == "native" and not self._policy.codes(name, raw_bytes):
+        if self._policy.reduction == "native" and not self._codes(device, name, raw_bytes):
             return 'reduction="native", and the call is not coded'
         return ""
 
@@ -648,7 +759,7 @@ class Communicator:
     ) -> Call:
         """Send every rank its shard, and sum what comes into flat_out."""
         call = Call(dtype=flat_in.dtype, total_words=flat_in.numel(), sends=shards, spec=spec, finish=finish)
-        why = self._why_native(spec, flat_in.dtype, shards[0].numel() * shards[0].element_size())
+        why = self._why_native(spec, flat_in.dtype, shards[0].numel() * shards[0].element_size(), flat_in.device.type)
         if why:
             call.receives, call.native_reason = [flat_out] * self._size, why
             call.native = lambda group, timeout: reduce_scatter_native(group, flat_out, flat_in, spec, timeout)

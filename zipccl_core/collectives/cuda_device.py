@@ -129,7 +129,7 @@ def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch
     """
     made = CudaDevice(device)
     link: Link
-    if _backend_name(group) == "nccl":
+    if has_nccl(group):
         link = NcclLink(exchange.board, exchange.rank, exchange.size, device, exchange.policy.timeout_s)
     else:
 
@@ -138,6 +138,11 @@ def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch
 
         link = GlooLink(exchange.transport, made, poll)
     return Pipeline(exchange, made, link)
+
+
+def has_nccl(group: dist.ProcessGroup) -> bool:
+    """Whether a group carries CUDA tensors by NCCL."""
+    return torch.cuda.is_available() and _backend_name(group) == "nccl"
 
 
 def _backend_name(group: dist.ProcessGroup) -> str:

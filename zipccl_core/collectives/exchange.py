@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from ..errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
-from ..frame import FORMAT_VERSION
+from ..frame import DTYPES, FORMAT_VERSION
 from ..policy.switch import Decision, Policy, Switch, explain
 from .board import Board
 from .call import Call, Heard, Refused, data_tag, title
@@ -152,6 +152,8 @@ class Exchange:
         }
         self._lost: dict[int, str] = {}
         self.pipelines: dict[str, Pipeline] = {}
+        self.thresholds: dict[str, int] = {}
+        self.last_call: Call | None = None
         self.transport = Transport(board, rank, size, policy.timeout_s)
         self._thread = threading.Thread(target=self._run, name="zipccl-progress", daemon=True)
         self._thread.start()
@@ -174,16 +176,20 @@ class Exchange:
                     call.issued = pipeline.device.now()
                 self.reached("issue", call)
                 call.arrivals_s[self.rank] = time.monotonic()
-                for peer in self.peers:
-                    try:
-                        work = self.transport.send_control(
-                            call.record_for(self.rank, peer, self._fingerprint).pack(), peer
-                        )
-                        call.control_sends.append((peer, work))
-                    except RuntimeError as exc:
-                        call.send_failure = call.send_failure or (peer, exc)
+                if pipeline is None:
+                    self.send_records(call)
                 self._calls.put(call)
+                self.last_call = call
         return Work(calls)
+
+    def send_records(self, call: Call) -> None:
+        """Tell every peer of a call; of one on a device the progress thread does, to spare the caller the time."""
+        for peer in self.peers:
+            try:
+                record = call.record_for(self.rank, peer, self._fingerprint)
+                call.control_sends.append((peer, self.transport.send_control(record.pack(), peer)))
+            except RuntimeError as exc:
+                call.send_failure = call.send_failure or (peer, exc)
 
     def check_open(self, operation: str) -> None:
         """Raise what finished this Communicator, if anything did."""
@@ -248,12 +254,15 @@ class Exchange:
         if self.broken is not None:
             raise again(self.broken)
         deadline = time.monotonic() + self.policy.timeout_s
-        if call.send_failure is not None:
-            raise self.transport_failed(title(call), call.send_failure[1], [call.send_failure[0]])
+        pipeline = self.pipelines.get(call.device)
         if call.before is not None and call.before.error is not None:
             self._end_transfers(call, [], deadline)
             raise again(call.before.error)
-        if (pipeline := self.pipelines.get(call.device)) is not None and call.invalid is None:
+        if pipeline is not None:
+            self.send_records(call)
+        if call.send_failure is not None:
+            raise self.transport_failed(title(call), call.send_failure[1], [call.send_failure[0]])
+        if pipeline is not None:
             pipeline.execute(call, deadline)
             return
         wrong = [error for p in self.pipelines.values() if (error := p.settle()) is not None]
@@ -317,7 +326,7 @@ class Exchange:
         refused: Refused | None = None
         for incoming, work in arrivals:
             self._wait(call, work, deadline, [incoming.src])
-            refused = self._open(call, incoming, []) or refused
+            refused = self._open(call, incoming, deque()) or refused
         with self._books_lock:
             self.stats.setdefault(call.operation, Counter())["retransmissions"] += len(arrivals)
         log.warning("rank %d: %s: %d damaged messages were sent again", self.rank, title(call), len(arrivals))
@@ -338,18 +347,34 @@ class Exchange:
         messages = call.messages = self._encode(call)
         if call.sends and call.native is None and call.invalid is None:
             call.receives[self.rank].copy_(call.sends[self.rank])
-        arrivals: list[tuple[Incoming, Any]] = []
-        heard = self.records(call, deadline, lambda src: self._post(call, src, messages, arrivals, transfers))
-        refused = heard.refused
-        overflows: list[tuple[Incoming, Any]] = []
-        for incoming, work in arrivals:
-            self._wait(call, work, deadline, [incoming.src])
-            self.received("receive", call, incoming.src, incoming.phase_one)
-            refused = _after(refused, self._open(call, incoming, overflows))
-        for incoming, work in overflows:
-            self._wait(call, work, deadline, [incoming.src])
-            self.received("receive_phase_two", call, incoming.src, work.tensor)
-            refused = _after(refused, self._unpack(call, incoming))
+        arrivals: deque[tuple[Incoming, Any]] = deque()
+        overflows: deque[tuple[Incoming, Any]] = deque()
+        wrong: Refused | None = None
+
+        def advance() -> bool:
+            """Wait for one message that is posted, and unpack it; whether there was one."""
+            nonlocal wrong
+            if arrivals:
+                incoming, work = arrivals.popleft()
+                self._wait(call, work, deadline, [incoming.src])
+                self.received("receive", call, incoming.src, incoming.phase_one)
+                wrong = _after(wrong, self._open(call, incoming, overflows))
+            elif overflows:
+                incoming, work = overflows.popleft()
+                self._wait(call, work, deadline, [incoming.src])
+                self.received("receive_phase_two", call, incoming.src, work.tensor)
+                wrong = _after(wrong, self._unpack(call, incoming))
+            else:
+                return False
+            return True
+
+        # While a late rank's record is missing, what the others have sent is unpacked: its lateness is not wasted.
+        heard = self.records(
+            call, deadline, lambda src: self._post(call, src, messages, arrivals, transfers), meanwhile=advance
+        )
+        while advance():
+            pass
+        refused = _after(heard.refused, wrong)
         if refused is not None:
             raise refused
         if not heard.all_valid:
@@ -358,14 +383,19 @@ class Exchange:
             self.run_native(call, self.transport.group("native"), deadline)
         return True
 
-    def records(self, call: Call, deadline: float, agrees: Callable[[int], None]) -> Heard:
+    def records(
+        self, call: Call, deadline: float, agrees: Callable[[int], None], meanwhile: Callable[[], bool] | None = None
+    ) -> Heard:
         """Hear every peer's record of a call; `agrees` is told of each that fits, unless there is no data to exchange.
+
+        Args:
+            meanwhile: what to do while none is there; False if there is nothing to do.
 
         Raises:
             Refused: a record is damaged.
         """
         heard = Heard(None, call.invalid is None, True)
-        for src, data in self._control(call, CallRecord.MAGIC, deadline):
+        for src, data in self._control(call, CallRecord.MAGIC, deadline, meanwhile):
             try:
                 record = CallRecord.parse(data)
             except ZipcclError as exc:
@@ -390,6 +420,12 @@ class Exchange:
     def codes_now(self, call: Call) -> bool:
         """Whether the place of a call is not paused."""
         return self._switch.codes_now(call.place)
+
+    def codes_on_device(self, kind: str, dtype: str, raw_bytes: int) -> bool:
+        """Whether a message of raw_bytes of a call on a device is coded; kind as in `probe`."""
+        if self.policy.compress != "auto":
+            return self.policy.codes(dtype, raw_bytes)
+        return dtype in DTYPES and raw_bytes >= max(self.thresholds.get(kind, self.policy.min_bytes), 1)
 
     def learn(self, call: Call, raw_bytes: int, sent_bytes: int) -> None:
         """What all ranks' coded messages of a call weighed; see Switch."""
@@ -433,7 +469,7 @@ class Exchange:
         call: Call,
         peer: int,
         messages: dict[int, Message],
-        arrivals: list[tuple[Incoming, Any]],
+        arrivals: deque[tuple[Incoming, Any]],
         transfers: list[Any],
     ) -> None:
         """Post phase one to and from a peer whose record agrees, and phase two to it if the prefix overflowed."""
@@ -459,7 +495,7 @@ class Exchange:
             phase_two=message.phase_two if two is None else two,
         )
 
-    def _open(self, call: Call, incoming: Incoming, overflows: list[tuple[Incoming, Any]]) -> Refused | None:
+    def _open(self, call: Call, incoming: Incoming, overflows: deque[tuple[Incoming, Any]]) -> Refused | None:
         """Look at a message whose phase one is here: unpack it, or post its phase two."""
         try:
             rest = incoming.open()
@@ -536,13 +572,16 @@ class Exchange:
                 raise PeerError(f"{title(call)}: rank {src} speaks of call #{known[src].sequence}")
         return [known[r] for r in range(self.size)]
 
-    def _control(self, call: Call, kind: bytes, deadline: float) -> Iterator[tuple[int, bytes]]:
+    def _control(
+        self, call: Call, kind: bytes, deadline: float, meanwhile: Callable[[], bool] | None = None
+    ) -> Iterator[tuple[int, bytes]]:
         """One control message of a kind from every peer, whoever is first."""
         missing = list(self.peers)
         while missing:
             peer = next((p for p in missing if self._stash[p][kind]), None)
             if peer is None:
-                self._hear(title(call), missing, deadline)
+                if meanwhile is None or not self.transport.inbox.empty() or not meanwhile():
+                    self._hear(title(call), missing, deadline)
                 continue
             control = self._stash[peer][kind].popleft()
             assert control.data is not None

@@ -37,7 +37,13 @@ class Link(Protocol):
 
     Two ranks post alike: what one sends in its n-th post to the other, the other receives in its n-th post from it.
     Trouble is a RuntimeError, "timed out" in its text if it was the deadline (of time.monotonic()).
+
+    Attributes:
+        straight: its group takes the device's tensors on any stream, in order with the posts: a call that is not coded
+            may go there without asking.
     """
+
+    straight: bool
 
     def post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float) -> Posted:
         """Post pieces together, after what the stream in use holds. They are kept alive by the caller."""
@@ -60,6 +66,8 @@ class NcclLink:
         rank, size: in the group.
         device: of this rank; no two ranks may share it.
     """
+
+    straight = True
 
     def __init__(self, board: Board, rank: int, size: int, device: torch.device, timeout_s: float) -> None:
         options = dist.ProcessGroupNCCL.Options()
@@ -120,6 +128,8 @@ class GlooLink:
         device: of this rank.
         poll: waits until a query is true, bounded by a deadline.
     """
+
+    straight = False
 
     def __init__(self, transport: Transport, device: Device, poll: Callable[[Callable[[], bool], float], None]) -> None:
         self._transport, self._device, self._poll = transport, device, poll

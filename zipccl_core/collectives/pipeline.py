@@ -219,7 +219,8 @@ class Pipeline:
 
         def message(flat: Tensor, is_incoming: bool) -> _Message:
             made = _Message(flat)
-            if not call.paused and exchange.policy.codes(dtype_text(flat.dtype), flat.numel() * flat.element_size()):
+            n_bytes = flat.numel() * flat.element_size()
+            if not call.paused and exchange.codes_on_device(call.kind, dtype_text(flat.dtype), n_bytes):
                 made.chunks = chunks_of(exchange.policy, flat.numel(), dtype_text(flat.dtype))
             if made.coded or (is_term and is_incoming):
                 sizes.append(buffer_bytes(made.chunks) if made.coded else flat.numel() * flat.element_size())

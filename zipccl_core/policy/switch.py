@@ -150,6 +150,15 @@ def explain(policy: Policy, dtype: str, coded: int, messages: int, largest_bytes
     return f"{few} {'at least' if coded else 'less than'} min_bytes = {policy.min_bytes}"
 
 
+def explain_straight(policy: Policy, dtype: str) -> str:
+    """Why a call on a device went straight to the backend."""
+    if dtype not in DTYPES:
+        return f"{dtype} is not coded, only {' and '.join(sorted(DTYPES))} are"
+    if policy.compress != "auto":
+        return f'compress="{policy.compress}"'
+    return "smaller than the size from which coding was measured to pay on this link"
+
+
 def prefix_bytes(policy: Policy, n: int, dtype: str) -> int:
     """Dynamic bytes that travel in phase one with a frame of n words; a function of what both ends know."""
     most = max_frame_bytes(n, dtype) - static_bytes(n)

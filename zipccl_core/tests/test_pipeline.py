@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from zipccl_core import Policy
 from zipccl_core.collectives import chunks
+from zipccl_core.collectives import probe as probe_module
 from zipccl_core.collectives.buffers import CALLS_AT_ONCE, Pool, size_class_bytes
 from zipccl_core.collectives.chunks import buffer_bytes, chunks_of
 from zipccl_core.collectives.link import GlooLink
@@ -22,6 +23,7 @@ from zipccl_core.collectives.reduce import ReduceSpec, ordered_sum
 from zipccl_core.collectives.wire import MOST_CHUNKS, Sizes
 from zipccl_core.errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
 from zipccl_core.frame import BLOCK_WORDS, max_frame_bytes, static_bytes
+from zipccl_core.policy.threshold import NEVER_BYTES, threshold_bytes
 from zipccl_core.tests.test_exchange import Ranks
 from zipccl_core.tests.thread_device import Event, ThreadDevice, ThreadLink
 
@@ -43,7 +45,7 @@ class DeviceRanks(Ranks):
             def poll(query: Callable[[], bool], deadline: float, exchange: Any = exchange) -> None:
                 exchange.poll(query, deadline, "copying to the host", [exchange.rank])
 
-            made: Any = ThreadLink(exchange.transport, device)
+            made: Any = ThreadLink(exchange.transport, device, straight=link == "straight")
             if link == "gloo":
                 made = GlooLink(exchange.transport, device, poll)
             self.links.append(made)
@@ -398,13 +400,6 @@ def test_ranks_on_different_devices_are_told(make: Any) -> None:
     ranks = make(3)
     pipelines = [ranks.comms[r]._exchange.pipelines for r in range(3)]
     aside = pipelines[2].pop("cpu")
-    ranks.comms[2]._exchange.records, real = None, ranks.comms[2]._exchange.records
-
-    def records(call: Any, deadline: float, agrees: Any) -> Any:
-        call.device = "other"
-        return real(call, deadline, agrees)
-
-    ranks.comms[2]._exchange.records = records
     submit = ranks.comms[2]._exchange.submit
 
     def relabel(*calls: Any) -> Any:
@@ -417,7 +412,7 @@ def test_ranks_on_different_devices_are_told(make: Any) -> None:
     assert [type(error) for error in errors] == [PeerError] * 3
     assert "with device 'cpu'" in str(errors[0])
     assert "with device 'other'" in str(errors[0])
-    ranks.comms[2]._exchange.submit, ranks.comms[2]._exchange.records = submit, real
+    ranks.comms[2]._exchange.submit = submit
     pipelines[2]["cpu"] = aside
     assert gather(ranks, BLOCK_WORDS) == [True] * 3
 
@@ -493,6 +488,106 @@ def test_a_work_that_is_dropped_goes_on(make: Any) -> None:
     ranks.each(lambda r: ranks.comms[r].all_gather_into_tensor(outs[r], data(BLOCK_WORDS, r), async_op=True) and None)
     ranks.each(lambda r: ranks.comms[r].barrier())
     assert all(same(out, torch.cat([data(BLOCK_WORDS, r) for r in range(2)])) for out in outs)
+
+
+@pytest.mark.parametrize("n", [0, 1, 1000])
+def test_what_is_not_coded_goes_straight_to_the_backend_and_asks_nobody(make: Any, n: int) -> None:
+    ranks = make(3, Policy(compress="never", reduction="native", timeout_s=20.0), link="straight")
+    inputs = [data(3 * n, r) for r in range(3)]
+
+    def run(rank: int) -> list[bool]:
+        comm, mine, good = ranks.comms[rank], inputs[rank], []
+        wide = nothing(18 * n).view(9 * n, 2)
+        comm.all_gather_into_tensor(wide[:, 1], mine)
+        good += [same(wide[:, 1].contiguous(), torch.cat(inputs)), same(wide[:, 0].contiguous(), nothing(9 * n))]
+        out = nothing(3 * n)
+        work = comm.all_to_all_single(out, mine, async_op=True)
+        assert work.wait()
+        assert work.is_success()
+        good.append(same(out, torch.cat([x[rank * n : (rank + 1) * n] for x in inputs])))
+        x = mine.clone()
+        comm.broadcast(x, group_src=2)
+        good.append(same(x, inputs[2]))
+        x = torch.full((3 * n,), float(rank + 1))
+        comm.all_reduce(x)
+        good.append(bool((x == 6).all()))
+        x = torch.full((n,), -1.0)
+        comm.reduce_scatter_tensor(x, torch.full((3 * n,), float(rank + 1)))
+        good.append(bool((x == 6).all()))
+        assert comm.last_decision.mode == "native"
+        assert comm._exchange._sequence == 0, "nothing was exchanged"
+        return good
+
+    assert ranks.each(run) == [[True] * 6] * 3
+    assert ranks.comms[0].stats()["all_gather_into_tensor"]["raw_bytes"] == 2 * 3 * n * 2
+
+
+def test_a_straight_call_stands_behind_the_coded_ones_before_it(make: Any) -> None:
+    ranks = make(2, Policy(compress="auto", min_bytes=4096, timeout_s=20.0), link="straight", pause_s=0.001)
+    n = 4 * BLOCK_WORDS
+    inputs = [data(n, r) for r in range(2)]
+
+    def run(rank: int) -> list[bool]:
+        comm, out, small = ranks.comms[rank], nothing(2 * n), nothing(20)
+        work = comm.all_gather_into_tensor(out, inputs[rank], async_op=True)
+        comm.all_gather_into_tensor(small, inputs[rank][:10])
+        posted = work._calls[0].done.is_set()
+        work.wait()
+        return [posted, same(out, torch.cat(inputs)), same(small, torch.cat([x[:10] for x in inputs]))]
+
+    assert ranks.each(run) == [[True] * 3] * 2
+
+
+def test_an_ordered_sum_never_goes_straight(make: Any) -> None:
+    ranks = make(3, Policy(compress="never", timeout_s=20.0), link="straight")
+    inputs = [data(9, r, wild=True) for r in range(3)]
+
+    def run(rank: int) -> bool:
+        x = inputs[rank].clone()
+        ranks.comms[rank].all_reduce(x)
+        return same(x, summed(inputs))
+
+    assert ranks.each(run) == [True] * 3
+
+
+def test_the_probe_finds_one_threshold_on_all_ranks(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = make(2, Policy(compress="auto", min_bytes=1 << 20, timeout_s=20.0), link="straight")
+    monkeypatch.setattr(probe_module, "PROBED_BYTES", (1 << 20, 2 << 20, 4 << 20))
+    monkeypatch.setattr(probe_module, "ROUNDS", 1)
+
+    def time_us(exchange: Any, call: Any, device: Any) -> float:
+        """Uncoded 100 µs; coded on rank 1 faster from 2 MiB on, on rank 0 never slower."""
+        before = exchange._sequence
+        call().wait()
+        is_coded = exchange.last_decision.mode == "compressed" if exchange._sequence > before else False
+        return 100.0 if not is_coded else (50.0 if exchange.rank == 0 else next(fakes))
+
+    fakes = iter([120.0, 120.0, 90.0, 90.0] * 3)
+    monkeypatch.setattr(probe_module, "_time_us", time_us)
+
+    def run(rank: int) -> dict[str, int]:
+        comm = ranks.comms[rank]
+        probe_module.probe(comm._exchange, comm._probed, torch.device("cpu"))
+        return dict(comm._exchange.thresholds)
+
+    found = ranks.each(run)
+    assert found == [{"gather": 2 << 20, "all_to_all": 2 << 20, "reduce": 2 << 20}] * 2
+    assert ranks.comms[0].stats().keys() == {"device_buffers"}, "the probe is not in the books"
+
+
+@pytest.mark.parametrize(
+    ("times", "wanted"),
+    [
+        ({1: [(10, 20)], 2: [(20, 19)], 4: [(40, 20)]}, 2),
+        ({1: [(10, 5)], 2: [(20, 40)], 4: [(40, 20)]}, 4),
+        ({1: [(10, 5)], 2: [(20, 40)]}, NEVER_BYTES),
+        ({1: [(10, 5), (10, 9.9)]}, NEVER_BYTES),
+        ({1: [(10, 5), (11, 9.9)]}, 1),
+        ({}, NEVER_BYTES),
+    ],
+)
+def test_coding_pays_from_where_it_is_faster_at_every_larger_size(times: Any, wanted: int) -> None:
+    assert threshold_bytes(times) == wanted
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

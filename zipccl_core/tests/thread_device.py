@@ -242,10 +242,12 @@ class ThreadLink:
     """What NCCL does, by gloo: posts are carried out in order on a stream of the link's own, and no host waits.
 
     Attributes:
+        straight: uncoded calls may go to gloo without asking; they are then done on the host, at once.
         change: what happens to bytes that come, for tests: (peer, bytes) → None, in place.
     """
 
-    def __init__(self, transport: Transport, device: ThreadDevice) -> None:
+    def __init__(self, transport: Transport, device: ThreadDevice, straight: bool = False) -> None:
+        self.straight = straight
         self._transport, self._device = transport, device
         self.change: Callable[[int, Tensor], None] = lambda peer, data: None
         self.aborted = False

@@ -1,0 +1,60 @@
+"""Measures, when a Communicator is made, from which size on coding pays on its link: "auto" on a device."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ..policy.threshold import NEVER_BYTES, PROBED_BYTES, threshold_bytes
+from .exchange import Exchange
+
+ROUNDS = 3
+SIGMA = 0.02
+KINDS = ("gather", "all_to_all", "reduce")
+
+
+def probe(exchange: Exchange, calls: Callable[[str, torch.Tensor, torch.Tensor], Any], device: torch.device) -> None:
+    """Time calls of each kind, coded and not, until coding pays, and set the exchange's thresholds alike on all ranks.
+
+    Collective. Takes room for (ranks + 1) messages of the largest size probed, and lets it go.
+
+    Args:
+        calls: (kind, out, words) → the Work of a call of that kind; out has ranks times the words of a message, and
+            words the room for what the kind takes.
+        device: where.
+    """
+    for kind in KINDS:
+        times: dict[int, list[tuple[float, float]]] = {}
+        for n_bytes in _sizes(exchange.policy.min_bytes):
+            n = n_bytes // 2 * (exchange.size if kind != "gather" else 1)
+            words = (torch.randn(n, device=device) * SIGMA).to(torch.bfloat16)
+            out = torch.empty(n_bytes // 2 * exchange.size, dtype=torch.bfloat16, device=device)
+            mine = []
+            for threshold in (NEVER_BYTES, 0):
+                exchange.thresholds[kind] = threshold
+                rounds = [_time_us(exchange, lambda: calls(kind, out, words), device) for _ in range(ROUNDS + 1)]  # noqa: B023
+                mine.append(statistics.median(rounds[1:]))
+            shared = exchange.board.share(f"probe/{kind}/{n_bytes}", mine, exchange.policy.timeout_s)
+            times[n_bytes] = [(uncoded, coded) for uncoded, coded in shared]
+            if threshold_bytes({n_bytes: times[n_bytes]}) != NEVER_BYTES:
+                break  # it pays from here on
+        exchange.thresholds[kind] = max(threshold_bytes(times), exchange.policy.min_bytes)
+    exchange.stats.clear()
+
+
+def _sizes(least_bytes: int) -> Iterator[int]:
+    return (n for n in PROBED_BYTES if n >= least_bytes)
+
+
+def _time_us(exchange: Exchange, call: Callable[[], Any], device: torch.device) -> float:
+    """From the call until the device is done, microseconds."""
+    clock = exchange.pipelines[device.type].device
+    began = time.perf_counter()
+    call().wait()
+    done = clock.now()
+    exchange.poll(done.query, time.monotonic() + exchange.policy.timeout_s, "probe", exchange.peers)
+    return (time.perf_counter() - began) * 1e6
