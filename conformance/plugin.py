@@ -79,14 +79,22 @@ MISSING = "missing: hung or dead"
 RANKED = pytest.StashKey["Ranked"]()
 RANKED_CODE = pytest.StashKey[pytest.ExitCode]()
 VERSIONS_SHOWN_ENV = ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUDA_VISIBLE_DEVICES")
-ENV_PREFIXES_SHOWN = ("NCCL_", "ZIPCCL_", "TORCH_DISTRIBUTED_")
+ENV_PREFIXES_SHOWN = ("NCCL_", "ZIPCCL_", "TORCH_DISTRIBUTED_", "TORCH_SYMM_MEM_")
+BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
+"""--backend → what torch calls it."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     g = parser.getgroup("conformance", "conformance of collectives")
     g.addoption("--subject", default="zipccl", help="who is judged: a name, broken.NAME, or module:attribute")
     g.addoption("--world-size", type=int, default=4, help="ranks to start (default 4)")
-    g.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where tensors live; cuda: one GPU a rank")
+    g.addoption("--device", choices=("cpu", "cuda"), default="cpu", help="where the tests' tensors live (default cpu)")
+    g.addoption(
+        "--backend",
+        choices=("auto", *BACKENDS),
+        default="auto",
+        help="of groups, where GPUs take part; auto: nccl if each rank of this host has a GPU of its own, else gloo",
+    )
     g.addoption("--limit-s", type=float, default=60.0, help="a rank hangs if a test takes longer (default 60)")
     g.addoption("--group-timeout-s", type=float, default=15.0, help="timeout of each test's group (default 15)")
     g.addoption("--deadline-s", type=float, default=900.0, help="end of the whole run (default 900)")
@@ -111,6 +119,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "limit_s(seconds): how long one rank may take, in place of --limit-s",
         "operation(name): the collective the test is about, for the report",
         "proves(*ids): the requirements of docs/CONFORMANCE.md that the test shows",
+        "gpu: of the selection that is run on GPUs: -m gpu --subject zipccl_gpu, or --device cuda",
     ):
         config.addinivalue_line("markers", line)
     if hasattr(config, "workerinput") and "ranked_args" in config.workerinput:
@@ -363,8 +372,9 @@ class World:
 
     Attributes:
         rank, world_size: in this test's world, which `ranks(n)` may make smaller than torchrun's.
-        group: a fresh default group of it (gloo; on cuda also NCCL).
+        group: a fresh default group of it (gloo; with GPUs also NCCL, see --backend).
         device: where tensors under test belong.
+        gpu: of this rank, the current one; None if tensors and subject need none.
         subject: who is judged.
         ends: ranks that end within the test (marker `ends`).
     """
@@ -376,8 +386,14 @@ class World:
         self.world_size = world_size
         self.subject = ranked.subject
         self.ends: list[int] = []
-        on_cuda = ranked.config.option.device == "cuda"
-        self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_cuda else torch.device("cpu")
+        option = ranked.config.option
+        on_cuda = option.device == "cuda"
+        self.gpu, self._backend = None, BACKENDS["gloo"]
+        if on_cuda or self.subject.capabilities.gpu:
+            gpus, local_ranks = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
+            self._backend = BACKENDS[backend_of(option.backend, local_ranks, gpus)]
+            self.gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
+        self.device = self.gpu if on_cuda and self.gpu is not None else torch.device("cpu")
         self.group: dist.ProcessGroup
         self._ranked = ranked
         self._nodeid = nodeid
@@ -385,15 +401,14 @@ class World:
         self._meetings = 0
         self._parts = 0
         self._timeout_s = group_timeout_s
-        self._backend = "cpu:gloo,cuda:nccl" if on_cuda else "gloo"
         self._communicators: list[Communicator] = []
 
     def _open(self) -> None:
         import torch
         import torch.distributed as dist
 
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        if self.gpu is not None:
+            torch.cuda.set_device(self.gpu)
         # A busy machine may let ranks come far apart: the group's own timeout begins when all are here.
         opening_s = max(self._timeout_s, OPEN_LIMIT_S)
         everyone = range(self.world_size)
@@ -573,8 +588,9 @@ class World:
         """What a person types to run this test again."""
         option = self._ranked.config.option
         args = [self._nodeid, "--subject", option.subject, "--world-size", str(self._ranked.world_size), *more]
-        if option.device != "cpu":
-            args += ["--device", option.device]
+        for name, default in (("device", "cpu"), ("backend", "auto")):
+            if getattr(option, name) != default:
+                args += [f"--{name}", getattr(option, name)]
         return shlex.join(["python", "-m", "pytest", *args])
 
     def leave(self) -> None:
@@ -601,6 +617,31 @@ class World:
         names = self.exchange(name, limit_s)
         if len(set(names)) != 1:
             raise AssertionError(f"barrier_store: the ranks stand at different barriers: {names}")
+
+
+class NoGpu(RuntimeError):
+    """GPUs are needed, and there are none."""
+
+
+def backend_of(choice: str, local_ranks: int, gpus: int) -> str:
+    """The backend of groups whose tensors may be on GPUs: of BACKENDS.
+
+    Args:
+        choice: --backend.
+        local_ranks: on this host.
+        gpus: that they can see.
+
+    Raises:
+        NoGpu: there is none.
+    """
+    if not gpus:
+        raise NoGpu(
+            "--device cuda, and a subject that works on GPUs, need one on every rank's host, and torch.cuda finds none: "
+            "run on a machine with GPUs and a CUDA build of torch, or choose --device cpu and a subject for CPUs"
+        )
+    if choice != "auto":
+        return choice
+    return "nccl" if local_ranks <= gpus else "gloo"  # NCCL takes no two ranks on one GPU
 
 
 def example_seed(config: pytest.Config) -> int:
@@ -739,12 +780,25 @@ class Ranked:
             "subject": self.subject.name,
             "ranks": str(self.world_size),
             "example seed": str(example_seed(self.config)),
-            "device": torch.cuda.get_device_name() if self.config.option.device == "cuda" else "cpu",
+            "device": self._device_shown(),
             "python": sys.version.split()[0],
             "torch": torch.__version__,
             **dict(self.subject.capabilities.versions),
             **env,
         }
+
+    def _device_shown(self) -> str:
+        """Where tensors live, and the GPUs that take part."""
+        import torch
+
+        option = self.config.option
+        if option.device == "cpu" and not self.subject.capabilities.gpu:
+            return "cpu"
+        gpus = torch.cuda.device_count()
+        if not gpus:
+            return "no GPU found"
+        backend = backend_of(option.backend, int(os.environ["LOCAL_WORLD_SIZE"]), gpus)
+        return f"{option.device}; {gpus} × {torch.cuda.get_device_name()}, backend {backend}"
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:

@@ -64,6 +64,8 @@ class Capabilities:
             another order on each rank.
         stacked_gather: all_gather_into_tensor takes an output of [world size, *input.shape] too.
         completion: once `wait()` has returned, `Work.is_completed()` is True and a second `wait()` returns at once.
+        gpu: its Communicators work on a GPU whichever device the judge's tensors are on: each rank is given one, and
+            its groups NCCL if no two ranks share one.
         names_stragglers: a rank that does not come in time is an error of the class RankTimeout, on all ranks of the
             group; the last "rank N" or "ranks [N, …]" of its text is who was late. Of one that came, `last_arrivals`
             tells how late it was.
@@ -85,6 +87,7 @@ class Capabilities:
     independent: bool = True
     stacked_gather: bool = True
     completion: bool = True
+    gpu: bool = False
     names_stragglers: bool = False
     versions: Mapping[str, str] = field(default_factory=dict)
 

@@ -1,0 +1,270 @@
+"""Our implementation on GPUs as the judge sees it, whose tensors stay on the CPU: each call runs on mirrors of them.
+
+pytest conformance --subject zipccl_gpu --world-size 2 -m gpu
+
+For a call every tensor's whole storage is copied to the device, so that offsets, strides, alignment and what arguments
+share are the same there; the real Communicator is called with those; and when the call is over, every byte that it has
+changed in a storage comes back, wherever it lies: a write beside an output is seen. Tensors that are on the device
+already (--device cuda) are passed as they are.
+
+`on_cpu` and `on_threads` are the same mirror with the CPU as its device, over the plain Communicator and over the
+pipeline on a device made of threads: they judge the mirror, on any machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from conformance.subject import Codec, Subject
+from conformance.subjects.zipccl import MODES, VARIANTS, ZipcclCommunicator, ZipcclSubject
+from conformance.subjects.zipccl_cuda import DeviceCodec
+from zipccl_core import Communicator, Policy
+
+ALIGN_BYTES = 16
+POINT_TO_POINT = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
+
+
+class Mirrored:
+    """One storage of the CPU and its copy on the device.
+
+    Args:
+        storage: of a tensor that the judge passed.
+        device: where the copy goes; the current stream orders it.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+        self.host = _bytes_of(storage)
+        self.pad_bytes = storage.data_ptr() % ALIGN_BYTES
+        self._buffer = torch.empty(self.pad_bytes + storage.nbytes() + ALIGN_BYTES, dtype=torch.uint8, device=device)
+        assert self._buffer.data_ptr() % ALIGN_BYTES == 0, f"the allocator of {device} aligns to 16 bytes"
+        self.there = self._buffer[self.pad_bytes : self.pad_bytes + storage.nbytes()]
+        self._before = self.host.clone()
+        self.there.copy_(self._before)
+
+    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """The mirror of a tensor in this storage."""
+        width = like.element_size()
+        assert self.pad_bytes % width == 0, f"a storage of {like.dtype} that begins within an element"
+        made = torch.empty(0, dtype=like.dtype, device=self._buffer.device)
+        offset = self.pad_bytes // width + like.storage_offset()
+        return made.set_(self._buffer.untyped_storage(), offset, like.shape, like.stride())
+
+    def bring_back(self) -> None:
+        """Write to the host what has changed on the device, and nothing else: calls may share a storage."""
+        after = self.there.cpu()
+        changed = torch.nonzero(after != self._before).flatten()
+        self.host[changed] = after[changed]
+
+
+class Mirror:
+    """The mirrors of one call: one for each storage, however many tensors lie in it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._by_place: dict[tuple[int, int], Mirrored] = {}
+
+    def of(self, argument: Any) -> Any:
+        """An argument with every CPU tensor in it replaced by its mirror; anything else as it is."""
+        if isinstance(argument, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in argument):
+            return [self.of(x) for x in argument]
+        if not self._mirrors(argument):
+            return argument
+        return self._mirrored(argument).tensor(argument.detach())
+
+    def behind(self, argument: Any) -> list[Mirrored]:
+        """The mirrors of the storages that an argument lies in, each once."""
+        tensors = argument if isinstance(argument, (list, tuple)) else [argument]
+        found = [self._mirrored(x) for x in tensors if self._mirrors(x)]
+        return list({id(m): m for m in found}.values())
+
+    @property
+    def all(self) -> list[Mirrored]:
+        return list(self._by_place.values())
+
+    def _mirrors(self, argument: Any) -> bool:
+        strided = isinstance(argument, torch.Tensor) and argument.layout == torch.strided
+        return strided and argument.device.type == "cpu"
+
+    def _mirrored(self, tensor: torch.Tensor) -> Mirrored:
+        storage = tensor.untyped_storage()
+        place = (storage.data_ptr(), storage.nbytes())
+        if place not in self._by_place:
+            self._by_place[place] = Mirrored(storage, self._device)
+        return self._by_place[place]
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """[n] uint8: the storage itself, kept alive."""
+    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+class MirrorWork:
+    """A Work that brings outputs back in `wait`; everything else is the Work's own.
+
+    It holds the mirrors of outputs only. Those of inputs belong to whoever needs them: were they let go of too early,
+    the allocator would give their memory away, and the words would be wrong.
+
+    Args:
+        inner: the Work on the device.
+        outputs: what it writes to.
+        over: called when a wait has returned.
+    """
+
+    def __init__(self, inner: Any, outputs: list[Mirrored], over: Callable[[MirrorWork], None]) -> None:
+        self._inner, self._outputs, self._over = inner, outputs, over
+        self._lock = threading.Lock()
+
+    def wait(self, *timeout: Any) -> Any:
+        """The Work's wait; then the outputs are on the host."""
+        returned = self._inner.wait(*timeout)
+        self._over(self)
+        self.bring_back()
+        return returned
+
+    def bring_back(self) -> None:
+        """Copy the outputs to the host, once; behind a wait in the same stream."""
+        with self._lock:
+            outputs, self._outputs = self._outputs, []
+            for mirrored in outputs:
+                mirrored.bring_back()
+
+    def bring_back_unasked(self) -> None:
+        """The same for a Work that is over and that nobody has waited for; nothing if it failed."""
+        if self._inner.is_success():
+            self._inner.wait()
+            self.bring_back()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+
+WRITES_TO: dict[str, tuple[int, str]] = {
+    "all_gather_into_tensor": (0, "output_tensor"),
+    "reduce_scatter_tensor": (0, "output"),
+    "all_to_all_single": (0, "output"),
+    "all_gather": (0, "tensor_list"),
+    "all_reduce": (0, "tensor"),
+    "broadcast": (0, "tensor"),
+    "scatter": (0, "tensor"),
+    "gather": (1, "gather_list"),
+}
+"""Operation → position and name of the argument that it writes to."""
+
+
+class MirrorCommunicator:
+    """A Communicator for CPU tensors over one for tensors on a device.
+
+    Works that nobody waits for are brought back once a later call of the Communicator is over: its calls end in order,
+    and a barrier behind a dropped Work is how the judge knows that it has ended.
+
+    Args:
+        inner: takes tensors on the device.
+        device: with its index.
+    """
+
+    def __init__(self, inner: Any, device: torch.device) -> None:
+        self._inner, self._device = inner, device
+        self._lock = threading.Lock()
+        self._open: list[MirrorWork] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in WRITES_TO:
+            return lambda *args, **named: self._call(name, args, named)
+        return getattr(self._inner, name)
+
+    def barrier(self, async_op: bool = False) -> Any:
+        return self._called(self._inner.barrier(async_op=async_op), [])
+
+    def close(self) -> None:
+        """The inner close, which ends every call."""
+        self._inner.close()
+        with self._lock:
+            self._open.clear()
+
+    def _call(self, operation: str, args: Sequence[Any], named: dict[str, Any]) -> Any:
+        mirror = Mirror(self._device)
+        there, named_there = [mirror.of(x) for x in args], {name: mirror.of(x) for name, x in named.items()}
+        returned = getattr(self._inner, operation)(*there, **named_there)
+        position, name = WRITES_TO[operation]
+        outputs = mirror.behind(args[position] if position < len(args) else named.get(name))
+        if returned is None:
+            for mirrored in mirror.all:  # inputs too: a write to one is seen
+                mirrored.bring_back()
+        return self._called(returned, outputs)
+
+    def _called(self, returned: Any, outputs: list[Mirrored]) -> Any:
+        """What a call gives back to the judge."""
+        if returned is None:
+            self._settle(None)
+            return None
+        work = MirrorWork(returned, outputs, self._settle)
+        with self._lock:
+            self._open.append(work)
+        return work
+
+    def _settle(self, last: MirrorWork | None) -> None:
+        """`last` is over (None: a call after all of them): what was issued before it is too, and is brought back."""
+        with self._lock:
+            end = len(self._open) if last is None else self._open.index(last) + 1 if last in self._open else 0
+            over = [work for work in self._open[:end] if work is last or work.is_completed()]
+            self._open = [work for work in self._open if work not in over]
+        for work in over:
+            if work is not last:
+                work.bring_back_unasked()
+
+
+class MirrorSubject:
+    """A subject whose Communicators work on a device, under a judge whose tensors are on the CPU.
+
+    Args:
+        inner: makes the Communicators that take tensors on the device.
+        device: "cuda" is the process's current GPU.
+        lacks: operations that it does not have there.
+    """
+
+    def __init__(self, inner: Subject, device: str, name: str, lacks: frozenset[str] = frozenset()) -> None:
+        self.name, self._inner, self._device = name, inner, device
+        claims = inner.capabilities
+        self.capabilities = dataclasses.replace(
+            claims, operations=claims.operations - lacks, codec=True, gpu=device == "cuda"
+        )
+
+    def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> Any:
+        device = torch.device(self._device)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        return MirrorCommunicator(self._inner.communicator(group, mode=mode, timeout_s=timeout_s), device)
+
+    def codec(self) -> Codec:
+        return DeviceCodec(self._device, self._device)
+
+
+class _OnGpu(ZipcclSubject):
+    """zipccl_core with verdicts that are waited for, so that each call has its own."""
+
+    def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
+        policy = Policy(timeout_s=timeout_s, verify="wait", **(MODES | VARIANTS)[mode or "always"])
+        return ZipcclCommunicator(Communicator(group, policy))
+
+
+def subject() -> MirrorSubject:
+    """Named by --subject zipccl_gpu."""
+    return MirrorSubject(_OnGpu(), "cuda", "zipccl_gpu", POINT_TO_POINT)
+
+
+def on_cpu() -> MirrorSubject:
+    """The mirror of CPU tensors on the CPU, over the plain Communicator."""
+    return MirrorSubject(ZipcclSubject(), "cpu", "zipccl_mirror_on_cpu", POINT_TO_POINT)
+
+
+def on_threads() -> MirrorSubject:
+    """The mirror of CPU tensors on the CPU, over the pipeline on a device made of threads."""
+    from conformance.subjects.zipccl_pipeline import PipelineSubject
+
+    return MirrorSubject(PipelineSubject(), "cpu", "zipccl_mirror_on_threads")
