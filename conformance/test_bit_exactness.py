@@ -23,6 +23,7 @@ ALL_PATTERNS = 1 << 16
 @every_operation
 @every_dtype
 @pytest.mark.proves("BITS-1")
+@pytest.mark.gpu
 def test_all_65536_patterns_survive(world, mode, operation, dtype):
     needs(world, operation)
     inputs = inputs_of_all(operation, "all_patterns", ALL_PATTERNS, world.world_size, dtype)
@@ -32,6 +33,7 @@ def test_all_65536_patterns_survive(world, mode, operation, dtype):
 @every_operation
 @every_dtype
 @pytest.mark.proves("BITS-2")
+@pytest.mark.gpu
 def test_every_size_around_bytes_and_blocks(world, mode, operation, dtype):
     needs(world, operation)
     comm = world.communicator(mode)
@@ -53,6 +55,7 @@ def test_every_kind_of_data(world, mode, operation, dtype):
 @every_operation
 @every_dtype
 @pytest.mark.proves("BITS-4")
+@pytest.mark.gpu
 def test_every_alignment_across_a_block_edge(world, operation, dtype):
     needs(world, operation)
     comm = world.communicator()
@@ -94,7 +97,9 @@ def test_training_tensors_survive(world, mode, operation, dtype):
 
 @pytest.mark.operation("all_gather_into_tensor")
 @pytest.mark.proves("LAYOUT-3")
+@pytest.mark.gpu
 def test_all_gather_in_place_of_all_patterns(world, mode):
+    needs(world, "all_gather_into_tensor")
     n = ALL_PATTERNS
     out = poisoned(n * world.world_size, torch.bfloat16, world.device)
     mine = out.tensor.narrow(0, world.rank * n, n)
@@ -107,6 +112,7 @@ def test_all_gather_in_place_of_all_patterns(world, mode):
 @pytest.mark.operation("reduce_scatter_tensor")
 @pytest.mark.requires("ordered_sum", "any_layout")
 @pytest.mark.proves("LAYOUT-3", "LAYOUT-4")
+@pytest.mark.gpu
 def test_reduce_scatter_into_the_own_shard_of_its_input(world, mode):
     n = 8200
     inputs = inputs_of_all("reduce_scatter_tensor", "gaussian", n, world.world_size, "bfloat16")
@@ -124,6 +130,7 @@ def test_reduce_scatter_into_the_own_shard_of_its_input(world, mode):
 @pytest.mark.operation("all_to_all_single")
 @pytest.mark.requires("any_layout")
 @pytest.mark.proves("LAYOUT-3")
+@pytest.mark.gpu
 def test_all_to_all_onto_its_own_input(world, mode):
     n = 8200
     inputs = inputs_of_all("all_to_all_single", "indexed", n, world.world_size, "bfloat16")

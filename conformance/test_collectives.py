@@ -513,6 +513,7 @@ DISAGREEMENTS: dict[str, Callable[[World, Any, bool], None]] = {
 @pytest.mark.requires("checks_arguments")
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 @pytest.mark.proves("ARGS-2")
+@pytest.mark.gpu
 def test_ranks_that_disagree_get_one_error_on_every_rank(world, what):
     comm = world.communicator()
     odd = world.rank == world.world_size - 1
@@ -614,6 +615,7 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.requires("any_layout")
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.proves("LAYOUT-1")
+@pytest.mark.gpu
 def test_inputs_that_are_not_contiguous_are_taken_in_their_logical_order(world, operation, layout):
     size, me = world.world_size, world.rank
     total = 96 * size
@@ -650,6 +652,7 @@ def test_inputs_that_are_not_contiguous_are_taken_in_their_logical_order(world, 
 @all_gather
 @pytest.mark.requires("any_layout")
 @pytest.mark.proves("LAYOUT-2", "LAYOUT-4")
+@pytest.mark.gpu
 def test_an_output_that_is_not_contiguous_is_filled_in_its_logical_order(world, mode):
     n, size = 501, world.world_size
     comm = world.communicator(mode)

@@ -50,6 +50,7 @@ def test_every_rank_writes_the_same_frame(world):
 
 @pytest.mark.requires("decides")
 @pytest.mark.proves("SAME-2")
+@pytest.mark.gpu
 def test_the_same_call_sends_as_many_bytes_every_time_on_every_rank(world, mode):
     """Each rank has the same words, so each must send as much, in this call and in the same call again."""
     comms = [world.communicator(mode) for _ in range(2)]
@@ -80,6 +81,7 @@ def test_every_configuration_gives_the_same_words(world, operation):
 
 
 @pytest.mark.proves("SAME-4")
+@pytest.mark.gpu
 def test_the_same_call_again_and_again_gives_the_same_bits(world, mode):
     """Reductions without a claim on their order too: whatever it is, it must not change from call to call."""
     comm = world.communicator(mode)

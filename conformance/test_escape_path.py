@@ -49,6 +49,7 @@ def with_codebooks(world: World) -> list[str]:
 @every_operation
 @every_dtype
 @pytest.mark.proves("ESC-1")
+@pytest.mark.gpu
 def test_any_share_of_escapes_goes_through_every_operation(world, operation, dtype):
     needs(world, operation)
     for mode in with_codebooks(world):
@@ -65,10 +66,12 @@ def gaussians(operation: str, k: int, n: int, world_size: int) -> list[np.ndarra
 
 
 @pytest.mark.proves("ESC-5")
+@pytest.mark.gpu
 def test_a_distribution_that_shifts_between_calls_stays_exact(world, mode):
     """Nothing learned from one call may be needed by the next, on either side."""
+    operations = supported(world, EVERY_OPERATION)
     comm = world.communicator(mode)
-    for operation in supported(world, EVERY_OPERATION):
+    for operation in operations:
         for k in (0, 3, -3, 20, -20, 0):
             inputs = gaussians(operation, k, 12_000, world.world_size)
             exercise(world, comm, operation, inputs, "bfloat16", what=f"(sigma · 2^{k})")
@@ -93,6 +96,7 @@ def test_a_sigma_wrong_by_a_power_of_two_only_costs_bytes(world, operation):
 @pytest.mark.requires("decides")
 @pytest.mark.operation("all_gather_into_tensor")
 @pytest.mark.proves("ESC-3")
+@pytest.mark.gpu
 def test_words_that_do_not_fit_any_codebook_cost_their_raw_size_and_a_little(world):
     world.require(modes="always")
     comm = world.communicator("always")
@@ -107,6 +111,7 @@ def test_words_that_do_not_fit_any_codebook_cost_their_raw_size_and_a_little(wor
 @pytest.mark.requires("decides")
 @pytest.mark.operation("all_gather_into_tensor")
 @pytest.mark.proves("ESC-7")
+@pytest.mark.gpu
 def test_gaussian_words_are_sent_in_their_compressed_size(world):
     world.require(modes="always")
     comm = world.communicator("always")
@@ -121,6 +126,7 @@ def test_gaussian_words_are_sent_in_their_compressed_size(world):
 @pytest.mark.requires("decides")
 @pytest.mark.operation("reduce_scatter_tensor")
 @pytest.mark.proves("ESC-7")
+@pytest.mark.gpu
 def test_gradients_widened_to_float32_are_sent_without_their_empty_halves(world):
     world.require("ordered_sum", modes="always")
     comm = world.communicator("always")
@@ -134,6 +140,7 @@ def test_gradients_widened_to_float32_are_sent_without_their_empty_halves(world)
 @pytest.mark.requires("decides", variants="auto")
 @pytest.mark.operation("all_gather_into_tensor")
 @pytest.mark.proves("ESC-8", "ESC-5")
+@pytest.mark.gpu
 def test_coding_goes_off_where_it_does_not_pay_and_on_again_at_the_same_call_on_all_ranks(world):
     n = 20_000
     comm = world.communicator("auto")

@@ -23,6 +23,7 @@ def start(world, comm, operation: str, seed: int, n: int = N, kind: str = "index
 
 @every_operation
 @pytest.mark.proves("EXCH-1")
+@pytest.mark.gpu
 def test_waits_in_reverse_order_on_some_ranks_give_each_call_its_own_data(world, mode, operation):
     needs(world, operation)
     comm = world.communicator(mode)
@@ -34,6 +35,7 @@ def test_waits_in_reverse_order_on_some_ranks_give_each_call_its_own_data(world,
 
 @every_operation
 @pytest.mark.proves("EXCH-2")
+@pytest.mark.gpu
 def test_a_wait_behind_a_barrier_of_another_group_is_no_deadlock(world, mode, operation):
     needs(world, operation)
     a, b = world.communicator(mode), world.communicator(mode)
@@ -62,6 +64,7 @@ def test_a_wait_behind_a_barrier_of_torch_s_group_is_no_deadlock(world, mode, op
 
 @every_operation
 @pytest.mark.proves("WORK-4")
+@pytest.mark.gpu
 def test_a_work_dropped_without_wait_finishes_all_the_same(world, mode, operation):
     needs(world, operation)
     comm = world.communicator(mode)
@@ -74,6 +77,7 @@ def test_a_work_dropped_without_wait_finishes_all_the_same(world, mode, operatio
 
 
 @pytest.mark.proves("EXCH-1", "EXCH-5")
+@pytest.mark.gpu
 def test_gathers_prefetched_and_reductions_behind_them_as_in_fsdp2(world, mode):
     needs(world, "reduce_scatter_tensor")
     gathers, reductions = world.communicator(mode), world.communicator(mode)
@@ -93,6 +97,7 @@ def test_gathers_prefetched_and_reductions_behind_them_as_in_fsdp2(world, mode):
 
 @pytest.mark.requires("independent")
 @pytest.mark.proves("EXCH-5")
+@pytest.mark.gpu
 def test_two_communicators_called_in_another_order_on_each_rank(world, mode):
     a, b = world.communicator(mode), world.communicator(mode)
     pair = [("all_gather_into_tensor", a, 1), ("all_to_all_single", b, 2)]

@@ -64,6 +64,7 @@ def told_by_all(world: World, comm: Any, seconds: float) -> dict[str, float]:
 
 @every_matrix
 @pytest.mark.proves("LOAD-1", "LOAD-2", "LOAD-5")
+@pytest.mark.gpu
 def test_bytes_of_a_matrix_reach_the_ranks_they_are_for(world, record_row, matrix):
     """In every mode: there, and back again as in the combine behind a dispatch."""
     sends = load(matrix, world.world_size)
@@ -102,6 +103,7 @@ COMPRESSIBILITY: dict[str, Callable[[int, int], str]] = {
 
 @pytest.mark.parametrize("shares", COMPRESSIBILITY)
 @pytest.mark.proves("LOAD-3", "LOAD-5")
+@pytest.mark.gpu
 def test_ranks_whose_words_compress_unevenly(world, record_row, shares):
     size = world.world_size
     sends = [[40_000] * size for _ in range(size)]

@@ -68,6 +68,7 @@ needs_send_recv = pytest.mark.requires(operations=("send", "recv", "isend", "ire
 
 @every_operation
 @pytest.mark.proves("BITS-1", "OPS-1")
+@pytest.mark.gpu
 def test_all_65536_patterns_survive(world, operation):
     needs(world, operation)
     for mode in world.subject.capabilities.modes:
@@ -79,6 +80,7 @@ def test_all_65536_patterns_survive(world, operation):
 
 @every_operation
 @pytest.mark.proves("BITS-2", "OPS-1", "OPS-3")
+@pytest.mark.gpu
 def test_every_size_from_every_root(world, operation):
     needs(world, operation)
     for mode in world.subject.capabilities.modes:
@@ -91,6 +93,7 @@ def test_every_size_from_every_root(world, operation):
 
 @every_operation
 @pytest.mark.proves("BITS-3")
+@pytest.mark.gpu
 def test_every_kind_of_data(world, operation):
     """In the modes in turn; the product of kinds and modes is test_bit_exactness.py's."""
     needs(world, operation)
@@ -111,6 +114,7 @@ def test_every_operation_in_any_world_size(world, mode):
 
 
 @pytest.mark.proves("BITS-7", "OPS-1")
+@pytest.mark.gpu
 def test_other_dtypes_pass_unchanged(world, mode):
     comm = world.communicator(mode)
     others = [d for d in ("float16", "float64", "int32", "uint8") if d in world.subject.capabilities.dtypes]
@@ -159,6 +163,7 @@ def test_roots_and_peers_of_a_subgroup_are_global_ranks(world, mode):
 @pytest.mark.requires("ordered_sum", operations="all_reduce")
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.proves("SUM-1", "SUM-8", "SUM-9")
+@pytest.mark.gpu
 def test_all_reduce_is_the_ordered_sum_of_each_element(world, op):
     world.require(reduce_ops=op)
     given, factor = OPS[op]
@@ -188,6 +193,7 @@ def test_all_ranks_of_an_all_reduce_have_the_same_bits(world, mode):
 @all_reduce
 @pytest.mark.requires(operations="all_reduce")
 @pytest.mark.proves("SUM-10")
+@pytest.mark.gpu
 def test_all_reduce_of_whole_numbers_is_exact(world, mode):
     """Needs no order of summation, so every subject must pass it."""
     comm = world.communicator(mode)
@@ -229,6 +235,7 @@ def columns(array: np.ndarray, device: torch.device) -> torch.Tensor:
 @every_operation
 @pytest.mark.requires("any_layout")
 @pytest.mark.proves("LAYOUT-1", "LAYOUT-2")
+@pytest.mark.gpu
 def test_strided_tensors_are_taken_and_filled_in_their_logical_order(world, operation):
     needs(world, operation)
     comm, size, me, n = world.communicator(), world.world_size, world.rank, 501
@@ -279,6 +286,7 @@ def test_broadcast_of_channels_last_is_accepted(world):
 
 @pytest.mark.requires("any_layout", operations=("all_gather", "scatter", "gather"))
 @pytest.mark.proves("LAYOUT-3")
+@pytest.mark.gpu
 def test_the_tensor_may_be_one_of_the_list(world, mode):
     comm, size, me, n = world.communicator(mode), world.world_size, world.rank, 8197
     inputs = [patterns("gaussian", n, rank) for rank in range(size)]
@@ -338,6 +346,7 @@ def test_a_sync_call_returns_none(world, mode):
 
 
 @pytest.mark.proves("WORK-4")
+@pytest.mark.gpu
 def test_dropped_works_finish_all_the_same(world, mode):
     comm = world.communicator(mode)
     operations = [o for o in supported(world, FURTHER) if o != "batch_isend_irecv"]
@@ -353,6 +362,7 @@ def test_dropped_works_finish_all_the_same(world, mode):
 
 
 @pytest.mark.proves("EXCH-6")
+@pytest.mark.gpu
 def test_calls_of_all_operations_in_flight_together(world, mode):
     comm = world.communicator(mode)
     issued = []
@@ -413,6 +423,7 @@ WRONG: dict[str, Callable[[World, Any], Any]] = {
 
 @pytest.mark.requires("checks_arguments")
 @pytest.mark.proves("ARGS-1")
+@pytest.mark.gpu
 def test_wrong_arguments_are_one_value_error_on_every_rank(world):
     comm = world.communicator()
     for name, call in WRONG.items():
@@ -441,6 +452,7 @@ DISAGREEMENTS: dict[str, Callable[[World, Any, int], Any]] = {
 
 @pytest.mark.requires("checks_arguments")
 @pytest.mark.proves("ARGS-2", "ARGS-3")
+@pytest.mark.gpu
 def test_ranks_that_disagree_get_one_error_on_every_rank(world):
     if world.world_size == 1:
         return
@@ -686,6 +698,7 @@ def test_objects_reach_the_ranks_they_are_for(world):
 
 
 @pytest.mark.proves("WORK-5", "WORK-6")
+@pytest.mark.gpu
 def test_nothing_is_read_or_written_once_wait_has_returned(world, mode):
     """Inputs and outputs are the caller's again: what is put there after wait() stays, and is sent to nobody."""
     comm = world.communicator(mode)

@@ -38,6 +38,7 @@ def all_equal(got: np.ndarray, word: int, what: str) -> None:
 
 @pytest.mark.ranks(1, 2, 3, 4)
 @pytest.mark.proves("SUM-2")
+@pytest.mark.gpu
 def test_minus_zero_of_all_ranks_stays_minus_zero(world, mode):
     got = reduce_columns(world, world.communicator(mode), [MINUS_ZERO] * world.world_size)
     all_equal(got, MINUS_ZERO, "sum of -0")
@@ -46,6 +47,7 @@ def test_minus_zero_of_all_ranks_stays_minus_zero(world, mode):
 @pytest.mark.ranks(1, 2, 4)
 @pytest.mark.parametrize("nan", [0x7F81, 0x7FFF, 0xFFC0, 0xFFFF])
 @pytest.mark.proves("SUM-5")
+@pytest.mark.gpu
 def test_every_nan_becomes_one_pattern_on_any_number_of_ranks(world, nan):
     comm = world.communicator()
     for where in range(world.world_size):
@@ -58,12 +60,14 @@ def test_every_nan_becomes_one_pattern_on_any_number_of_ranks(world, nan):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.proves("SUM-5")
+@pytest.mark.gpu
 def test_infinities_of_both_signs_give_the_one_nan(world, mode):
     columns = [0x7F80, 0xFF80] * (world.world_size // 2)
     all_equal(reduce_columns(world, world.communicator(mode), columns), NAN, "inf - inf")
 
 
 @pytest.mark.proves("SUM-7")
+@pytest.mark.gpu
 def test_subnormals_are_summed_though_the_caller_flushes_them(world, mode):
     had = np.float32(1e-40) * np.float32(0.5) == 0
     if world.rank % 2 == 0:
@@ -82,6 +86,7 @@ def test_subnormals_are_summed_though_the_caller_flushes_them(world, mode):
 
 @pytest.mark.ranks(3, 4)
 @pytest.mark.proves("SUM-3")
+@pytest.mark.gpu
 def test_one_rounding_at_the_end_and_not_one_an_addition(world, mode):
     # 256 + 1 + 1 (+ 0): rounded to bfloat16 after each addition it would stay 256.
     columns = [0x4380, ONE, ONE, 0][: world.world_size]
@@ -90,6 +95,7 @@ def test_one_rounding_at_the_end_and_not_one_an_addition(world, mode):
 
 @pytest.mark.ranks(3, 4)
 @pytest.mark.proves("SUM-4")
+@pytest.mark.gpu
 def test_the_order_is_rank_order(world, mode):
     big, minus_big = 0x7F00, 0xFF00
     comm = world.communicator(mode)
@@ -101,6 +107,7 @@ def test_the_order_is_rank_order(world, mode):
 
 @pytest.mark.ranks(2, 3, 4)
 @pytest.mark.proves("SUM-6")
+@pytest.mark.gpu
 def test_a_fused_multiply_add_would_show(world, mode):
     # x·f is rounded to float32 before it is added: 1 + 2^-23 squared has bits beyond float32 that an FMA would keep.
     comm = world.communicator(mode)
@@ -130,6 +137,7 @@ def test_avg_is_the_mean_and_not_the_sum(world, mode):
 @pytest.mark.parametrize("op", ["sum", "avg", "premul_sum"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.proves("SUM-12")
+@pytest.mark.gpu
 def test_the_bits_are_the_same_whichever_way_the_words_went(world, op, dtype):
     torch_op = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "premul_sum": PremulSum(1 / 3)}[op]
     n = 9001
