@@ -37,7 +37,7 @@ from ..errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, Zipc
 from ..frame import DTYPES, FORMAT_VERSION
 from ..policy.switch import Decision, Policy, Switch, explain
 from .board import Board
-from .call import Call, Heard, Refused, data_tag, title
+from .call import Call, Heard, Refused, data_tag, phase_range, title
 from .message import Incoming, Message, Sent, dtype_text, encode_message
 from .pipeline import Pipeline
 from .seam import Seam
@@ -291,7 +291,8 @@ class Exchange:
 
     def _finish(self, call: Call) -> None:
         self.reached("reduce", call)
-        call.finish()
+        with phase_range(call, "finish"):
+            call.finish()
         self.account(call, {peer: message.sent() for peer, message in call.messages.items()})
 
     def _agree(self, call: Call, refused: Refused | None, deadline: float, transfers: list[Any]) -> ZipcclError | None:
@@ -461,7 +462,8 @@ class Exchange:
             else:
                 dst = ALL_RANKS if call.same_for_all else peer
                 policy = self._plain if call.paused else self.policy
-                messages[peer] = encode_message(policy, call.sends[peer], call.sequence, self.rank, dst)
+                with phase_range(call, "encode"):
+                    messages[peer] = encode_message(policy, call.sends[peer], call.sequence, self.rank, dst)
         return messages
 
     def _post(
@@ -512,7 +514,8 @@ class Exchange:
         """Decode or copy a message that is here whole, and verify it."""
         self.reached("decode", call, incoming.src)
         try:
-            incoming.unpack()
+            with phase_range(call, "decode"):
+                incoming.unpack()
         except ZipcclError as exc:
             return Refused(type(exc)(f"{self._where(call, incoming)}: {exc}"), False, (incoming.src,))
         return None

@@ -13,10 +13,9 @@ docs/DESIGN.md, "On a device", says why each step is where it is. For one call, 
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +25,7 @@ from torch import Tensor
 from ..errors import CorruptFrame, PeerError, ZipcclError
 from ..frame import HEADER_BYTES, parse_header
 from .buffers import CALLS_AT_ONCE, Pool
-from .call import Call, Refused, data_tag, title
+from .call import Call, Refused, data_tag, phase_range, title
 from .chunks import Chunk, buffer_bytes, chunks_of
 from .device import Device, Event, HostCopy
 from .link import Link, Piece, Posted
@@ -249,7 +248,7 @@ class Pipeline:
         """Encode chunk after chunk, all messages at once; an event a chunk, and the headers on their way."""
         device, messages = self.device, self._distinct(outgoing)
         events: list[Event] = []
-        with device.on("encode"), self._range(call, "encode"):
+        with device.on("encode"), phase_range(call, "encode"):
             if call.issued is not None:
                 device.after(call.issued)
             if call.before is not None and call.before.finished is not None:
@@ -279,7 +278,7 @@ class Pipeline:
         """Post what has a size that both ends know; an arrival a chunk. Uncoded messages go with the first."""
         arrivals: list[Posted] = []
         count = max((len(m.chunks) for m in (*sends.values(), *receives.values())), default=0)
-        with self.device.on("move"), self._range(call, "move"):
+        with self.device.on("move"), phase_range(call, "move"):
             for index in range(max(count, 1)):
                 self.device.after(encoded[min(index, len(encoded) - 1)])
                 out = [piece for peer, m in sends.items() for piece in _pieces(peer, m, index)]
@@ -355,7 +354,7 @@ class Pipeline:
         out = [Piece(peer, rest) for peer, m in sends.items() for rest in m.rests()]
         into = [Piece(peer, rest) for peer, m in receives.items() for rest in m.rests()]
         if out or into:
-            with self.device.on("move"), self._range(call, "move"):
+            with self.device.on("move"), phase_range(call, "move"):
                 self._exchange.reached("send_phase_two", call)
                 arrivals.append(self._post(call, out, into, deadline))
 
@@ -376,7 +375,7 @@ class Pipeline:
                     arrived.append(device.mark())
             device.after(arrived[until - 1])
 
-        with device.on("decode"), self._range(call, "decode"):
+        with device.on("decode"), phase_range(call, "decode"):
             if call.issued is not None:
                 device.after(call.issued)  # the outputs may still be read there
             self._exchange.reached("decode", call)
@@ -480,12 +479,6 @@ class Pipeline:
             posted.arrive(deadline)
         except RuntimeError as exc:
             raise self._exchange.transport_failed(title(call), exc, self._exchange.peers) from exc
-
-    @contextlib.contextmanager
-    def _range(self, call: Call, phase: str) -> Iterator[None]:
-        """A range of torch.profiler."""
-        with torch.profiler.record_function(f"zipccl {phase} {call.operation} #{call.sequence}"):
-            yield
 
 
 def _pieces(peer: int, message: _Message, index: int) -> list[Piece]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -480,6 +481,22 @@ def test_a_call_that_is_captured_is_refused_on_all_ranks(make: Any) -> None:
     assert [type(error) for error in errors] == [InvalidArgument] * 2
     ranks.devices[1].capturing = False
     assert gather(ranks, BLOCK_WORDS) == [True] * 2
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_phases_are_ranges_that_the_profiler_shows(make: Any, on_device: bool, tmp_path: Any) -> None:
+    ranks = make(2)
+    if not on_device:
+        for comm in ranks.comms:
+            comm._exchange.pipelines.clear()
+    everything = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=everything) as p:
+        assert gather(ranks, BLOCK_WORDS) == [True] * 2
+        ranks.each(lambda rank: ranks.comms[rank].barrier())
+    p.export_chrome_trace(str(tmp_path / "trace.json"))
+    found = {e["name"] for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"] if "name" in e}
+    phases = ("encode", "move", "decode") if on_device else ("encode", "decode", "finish")
+    assert {f"zipccl {phase} all_gather_into_tensor #0" for phase in phases} <= found
 
 
 def test_a_work_that_is_dropped_goes_on(make: Any) -> None:
