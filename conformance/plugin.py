@@ -636,8 +636,8 @@ def backend_of(choice: str, local_ranks: int, gpus: int) -> str:
     """
     if not gpus:
         raise NoGpu(
-            "--device cuda and subjects that work on GPUs need one, and torch.cuda finds none: run on a machine with GPUs "
-            "and a CUDA build of torch, or choose --device cpu and a subject for CPUs"
+            "--device cuda and subjects that work on GPUs need one, and torch.cuda finds none: run where there are "
+            "GPUs and a CUDA build of torch, or choose --device cpu and a subject for CPUs"
         )
     if choice != "auto":
         return choice
