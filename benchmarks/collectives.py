@@ -7,12 +7,14 @@
 Prints a table as it goes, and merges the rows of its link into collectives_<gpu>x<ranks>.json, drawn beside it. Any
 row whose output has a wrong bit becomes an error instead of a figure, and the exit status 1.
 
-How it measures. A size is that of a rank's input. Data is N(0, 0.02²), drawn anew by every rank for every rank, so that
-what must come is known apart from any collective. A round takes native and each policy once, each after all ranks have
-met; a call's time is that of its slowest rank (zipccl_core/bench.py: by the host's clock on CPU, by events around the
-call on an idle stream on CUDA); figures are medians over rounds, spreads third quartile minus first. `host_issue_us` is
-the host's time in the issuing call with async_op=True, `host_wait_us` that in wait(); on CUDA some 5 ms of work are
-queued ahead, so that a call that waits for the device shows.
+How it measures. A size is the raw bytes that a rank sends to others. Data is N(0, 0.02²), drawn anew by every rank for
+every rank, so that what must come is known apart from any collective. A round takes native and each policy once, each
+after all ranks have met; a call's time is that of its slowest rank (zipccl_core/bench.py: by the host's clock on CPU;
+on CUDA by events around several synchronous calls back to back, divided by their number). Policies have
+reduction="native": a reduction that is not coded is the backend's own, whose bits are not promised and not checked;
+figures are medians over rounds, spreads third quartile minus first. `host_issue_us` is the host's time in the issuing
+call with async_op=True, `host_wait_us` that in wait(); on CUDA some 5 ms of work are queued ahead, so that a call that
+waits for the device shows.
 """
 
 from __future__ import annotations
@@ -57,11 +59,12 @@ def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if one is visible")
     found.add_argument("--link", choices=list(NCCL_LINKS), default="nvlink", help="for CUDA; on CPU it is gloo")
-    found.add_argument("--sizes", nargs="+", metavar="SIZE", help="bytes of a rank's input, e.g. 4K 1M 256M")
+    found.add_argument("--sizes", nargs="+", metavar="SIZE", help="raw bytes a rank sends, e.g. 4K 1M 256M")
     found.add_argument("--op", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     found.add_argument("--dtype", nargs="+", choices=list(DATA), default=list(DATA))
     found.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
     found.add_argument("--rounds", type=int, default=15)
+    found.add_argument("--calls", type=int, help="calls back to back a round; default: 8 on CUDA, 1 on CPU")
     found.add_argument("--issue-rounds", type=int, default=7, help="rounds for the host's times")
     found.add_argument("--warmups", type=int, default=3)
     found.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
@@ -138,7 +141,7 @@ def host_times(trial: bench.Trial, comm: Any, device: torch.device) -> tuple[flo
 
 def measure(
     operation: bench.Operation,
-    input_bytes: int,
+    sent_bytes: int,
     data: str,
     native: Any,
     comms: dict[str, Communicator],
@@ -148,7 +151,8 @@ def measure(
     """The rows of one operation, size and kind of data, one a policy; collective, the same on all ranks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     dtype, widened = bench.DTYPES[DATA[data][0]], DATA[data][1]
-    words = input_bytes // dtype.itemsize // world_size * world_size
+    input_bytes = sent_bytes * world_size // (operation.bytes_per_rank(world_size, world_size) or world_size)
+    words = max(input_bytes // dtype.itemsize // world_size, 1) * world_size
 
     def input_of(r: int) -> torch.Tensor:
         return bench.draw(1, r, words, dtype, SIGMA, device, widened)
@@ -162,9 +166,9 @@ def measure(
         for name, comm in subjects.items():
             trial.reset()
             bench.meet(device)
-            took = bench.timed_us(lambda comm=comm: trial.call(comm), device)
+            took = bench.timed_us(lambda comm=comm: [trial.call(comm) for _ in range(options.calls)], device)
             if number >= options.warmups:
-                times[name].append(took)
+                times[name].append(took / options.calls)
     host: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
     for _ in range(options.issue_rounds):
         for name, comm in subjects.items():
@@ -175,7 +179,8 @@ def measure(
         trial.call(comm)
         # a backend's own sum has other bits, of which nothing is promised
         [differ] = bench.over_ranks([bench.count_wrong(trial.output, wanted)])
-        wrong[name] = 0 if name == "native" and operation.sums else int(differ)
+        own = name == "native" or (world_size > 1 and comm.last_decision.mode == "native")
+        wrong[name] = 0 if own and operation.sums else int(differ)
 
     taken = {name: bench.slowest(values) for name, values in times.items()}
     issue = {name: statistics.median(bench.slowest([pair[0] for pair in pairs])) for name, pairs in host.items()}
@@ -298,7 +303,8 @@ def run(options: argparse.Namespace) -> int:
     if device.type == "cpu":
         options.link = "gloo"
     facts = {**bench.machine(device), "ranks": world_size, "commit": commit()}
-    facts |= {"rounds": options.rounds, "sigma": SIGMA}
+    options.calls = options.calls or (1 if device.type == "cpu" else 8)
+    facts |= {"rounds": options.rounds, "calls_a_round": options.calls, "sigma": SIGMA}
     if world_size < 2:
         raise bench.InvalidArgument("two ranks or more have something to send, got 1; raise --nproc-per-node")
     all_bytes = [bench.parse_bytes(size) for size in options.sizes or SIZES[device.type]]
@@ -306,7 +312,7 @@ def run(options: argparse.Namespace) -> int:
         raise bench.InvalidArgument(
             f"--sizes must be {4 * world_size} bytes or more, an element a rank; got {min(all_bytes)}"
         )
-    comms = {policy: Communicator(policy=Policy(compress=policy)) for policy in options.policy}
+    comms = {policy: Communicator(policy=Policy(compress=policy, reduction="native")) for policy in options.policy}
     native = Native()
     path = options.out / f"{result_name(facts, world_size)}.json"
     rows: list[dict[str, Any]] = []
@@ -315,8 +321,8 @@ def run(options: argparse.Namespace) -> int:
         print(HEADING, flush=True)
     for name in options.op:
         for data in options.dtype:
-            for input_bytes in all_bytes:
-                new = measure(bench.OPERATIONS[name], input_bytes, data, native, comms, device, options)
+            for sent_bytes in all_bytes:
+                new = measure(bench.OPERATIONS[name], sent_bytes, data, native, comms, device, options)
                 rows += new
                 if rank == 0:
                     print(*map(line, new), sep="\n", flush=True)
