@@ -17,7 +17,6 @@ from zipccl_core import Communicator, Policy
 from zipccl_core.collectives.pipeline import Pipeline
 from zipccl_core.tests.thread_device import ThreadDevice, ThreadLink
 
-POINT_TO_POINT = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 PAUSE_S = 0.0002
 
 
@@ -27,7 +26,6 @@ class PipelineSubject(ZipcclSubject):
     name = "zipccl_pipeline"
     capabilities = dataclasses.replace(
         ZipcclSubject.capabilities,
-        operations=ZipcclSubject.capabilities.operations - POINT_TO_POINT,
         codec=False,
     )
 

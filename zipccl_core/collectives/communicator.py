@@ -16,6 +16,7 @@ from . import straight
 from .board import Board, group_store
 from .call import Call
 from .cuda_device import has_nccl, pipeline_on_cuda
+from .device import Device
 from .exchange import Exchange, Work, facts
 from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
@@ -92,8 +93,8 @@ class Communicator:
         are taken in their logical order. The input may be the own slot of the output (in place).
 
         Args:
-            output_tensor: world size × input elements, dtype of the input, cpu, any shape.
-            input_tensor: any shape, cpu; may be empty; the same number of elements on all ranks.
+            output_tensor: world size × input elements, dtype of the input, device of the input, any shape.
+            input_tensor: any shape, cpu or cuda; may be empty; the same number of elements on all ranks.
             async_op: return a Work at once.
 
         Returns:
@@ -138,7 +139,7 @@ class Communicator:
         the same factor on all ranks. Other ops and dtypes use the backend's own reduction; `last_decision` says so.
 
         Args:
-            output: shard, cpu, any shape; may be the own shard of the input (in place).
+            output: shard, cpu or cuda, any shape; may be the own shard of the input (in place).
             input: world size × output elements, dtype of the output, cpu.
             op: torch.distributed.ReduceOp.
             async_op: return a Work at once.
@@ -215,7 +216,7 @@ class Communicator:
 
         Args:
             tensor_list: world size tensors with the elements of `tensor`, dtype of it, cpu, any layout.
-            tensor: any shape, cpu; the same number of elements on all ranks.
+            tensor: any shape, cpu or cuda; the same number of elements on all ranks.
             async_op: return a Work at once.
 
         Returns, raises:
@@ -237,7 +238,7 @@ class Communicator:
         all-gather of the sums: each element is what reduce_scatter_tensor gives it.
 
         Args:
-            tensor: any shape, cpu; the same number of elements on all ranks. Undefined until done, and after an error.
+            tensor: any shape, cpu or cuda; the same number of elements on all ranks. Undefined until done, and after an error.
             op: as in reduce_scatter_tensor.
             async_op: return a Work at once.
 
@@ -279,7 +280,7 @@ class Communicator:
         """Give every rank the tensor of src.
 
         Args:
-            tensor: read on src, written elsewhere; any shape, cpu; the same number of elements on all ranks.
+            tensor: read on src, written elsewhere; any shape, cpu or cuda; the same number of elements on all ranks.
             src: global rank; or
             group_src: rank of the group.
             async_op: return a Work at once.
@@ -317,7 +318,7 @@ class Communicator:
         """Give rank r the tensor r of src's list.
 
         Args:
-            tensor: output; any shape, cpu; the same number of elements on all ranks.
+            tensor: output; any shape, cpu or cuda; the same number of elements on all ranks.
             scatter_list: on src, world size tensors with the elements of `tensor`; None elsewhere.
             src, group_src, async_op: as in broadcast.
 
@@ -349,7 +350,7 @@ class Communicator:
         """Gather every rank's tensor into dst's list, in rank order.
 
         Args:
-            tensor: any shape, cpu; the same number of elements on all ranks.
+            tensor: any shape, cpu or cuda; the same number of elements on all ranks.
             gather_list: on dst, world size tensors with the elements of `tensor`; None elsewhere.
             dst: global rank; or
             group_dst: rank of the group.
@@ -379,10 +380,10 @@ class Communicator:
         """Send a tensor; returns once the receiver has it.
 
         Messages of one sender, receiver and tag arrive in the order in which they were sent; others do not wait for
-        each other.
+        each other. A tensor on CUDA goes by way of the host, which waits for it.
 
         Args:
-            tensor: any shape, cpu.
+            tensor: any shape, cpu or cuda.
             dst: global rank, another than this; or
             group_dst: rank of the group.
             tag: 0 to 2**27 − 1.
@@ -402,7 +403,7 @@ class Communicator:
         """Receive a tensor; returns the sender's global rank.
 
         Args:
-            tensor: output; any shape, cpu; the elements and dtype that are sent.
+            tensor: output; any shape, cpu or cuda; the elements and dtype that are sent.
             src: global rank, another than this; or
             group_src: rank of the group. A receive from any rank is refused: nobody could say whom it waits for.
             tag: the sender's.
@@ -699,9 +700,13 @@ class Communicator:
         call = Call("point_to_point")
         try:
             self._check_pair(tensor, tensor)
-            if tensor.device.type in self._exchange.pipelines:
-                raise InvalidArgument(f"send and recv take cpu tensors, got one on {tensor.device}; use .cpu()")
-            flat = flatten()
+            pipeline = self._exchange.pipelines.get(tensor.device.type)
+            if pipeline is None:
+                flat = flatten()
+            elif name == "dst":
+                flat = flatten().cpu()
+            else:
+                flat = _by_way_of_the_host(call, tensor.detach(), pipeline.device)
         except Exception as exc:
             call.invalid = InvalidArgument(f"{'send' if name == 'dst' else 'recv'}: {exc} (on rank {self._rank})")
         else:
@@ -805,6 +810,19 @@ def _flat_outputs(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], 
             back()
 
     return list(flats), finish
+
+
+def _by_way_of_the_host(call: Call, target: torch.Tensor, device: Device) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A flat host tensor to fill, and what brings it to the device, after what the caller's stream holds now."""
+    flat, issued = torch.empty(target.numel(), dtype=target.dtype), device.now()
+
+    def finish() -> None:
+        with device.on("decode"):
+            device.after(issued)
+            device.run(lambda: target.copy_(flat.view(target.shape)))
+            call.on, call.finished = device, device.mark()
+
+    return flat, finish
 
 
 def _scatter_back(target: torch.Tensor, flat: torch.Tensor) -> None:

@@ -195,6 +195,21 @@ def test_uneven_and_empty_parts_arrive(make: Any) -> None:
     assert ranks.comms[1].last_decision.mode == "native"
 
 
+def test_messages_between_two_ranks_go_by_way_of_the_host(make: Any) -> None:
+    ranks, n = make(2, pause_s=0.001), 2 * BLOCK_WORDS + 1
+    inputs = [data(n, r) for r in range(2)]
+
+    def run(rank: int) -> list[bool]:
+        comm, out = ranks.comms[rank], nothing(2 * n).view(n, 2)
+        sending = comm.isend(inputs[rank], group_dst=1 - rank)
+        receiving = comm.irecv(out[:, 1], group_src=1 - rank)
+        assert sending.wait()
+        assert receiving.wait()
+        return [same(out[:, 1].contiguous(), inputs[1 - rank]), same(out[:, 0].contiguous(), nothing(n))]
+
+    assert ranks.each(run) == [[True] * 2] * 2
+
+
 def test_one_rank_alone_sums_by_the_law_and_copies(make: Any) -> None:
     ranks, n = make(1), BLOCK_WORDS + 3
     words = data(n, 0, wild=True)
