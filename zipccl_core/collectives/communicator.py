@@ -140,7 +140,7 @@ class Communicator:
 
         Args:
             output: shard, cpu or cuda, any shape; may be the own shard of the input (in place).
-            input: world size × output elements, dtype of the output, cpu.
+            input: world size × output elements, dtype and device of the output.
             op: torch.distributed.ReduceOp.
             async_op: return a Work at once.
 
@@ -180,8 +180,8 @@ class Communicator:
         Whether a part is coded is decided for each pair of ranks by the part's bytes. Parts may be empty.
 
         Args:
-            output: [rows, …], cpu; dtype and row shape of the input.
-            input: [rows, …], cpu.
+            output: [rows, …]; dtype, device and row shape of the input.
+            input: [rows, …], cpu or cuda.
             output_split_sizes: rows from each rank, adding up to output's rows; equal parts if None or empty.
             input_split_sizes: rows to each rank, adding up to input's rows; equal parts if None or empty.
             async_op: return a Work at once.
@@ -215,7 +215,7 @@ class Communicator:
         """Gather every rank's tensor into the tensors of a list, in rank order.
 
         Args:
-            tensor_list: world size tensors with the elements of `tensor`, dtype of it, cpu, any layout.
+            tensor_list: world size tensors with the elements of `tensor`, dtype and device of it, any layout.
             tensor: any shape, cpu or cuda; the same number of elements on all ranks.
             async_op: return a Work at once.
 
@@ -238,7 +238,8 @@ class Communicator:
         all-gather of the sums: each element is what reduce_scatter_tensor gives it.
 
         Args:
-            tensor: any shape, cpu or cuda; the same number of elements on all ranks. Undefined until done, and after an error.
+            tensor: any shape, cpu or cuda; the same number of elements on all ranks. Undefined until done, and after an
+                error.
             op: as in reduce_scatter_tensor.
             async_op: return a Work at once.
 
