@@ -499,6 +499,7 @@ def pair_of(world: World) -> int | None:
 @send_recv
 @needs_send_recv
 @pytest.mark.proves("P2P-1", "BITS-1", "BITS-2")
+@pytest.mark.gpu
 def test_send_and_recv_move_every_pattern_and_size_between_all_pairs(world, mode):
     comm, me = world.communicator(mode), world.rank
     for dtype, n in itertools.product(DTYPES, (0, 1, 9, 1009, ALL_PATTERNS)):
@@ -516,6 +517,7 @@ def test_send_and_recv_move_every_pattern_and_size_between_all_pairs(world, mode
 @send_recv
 @needs_send_recv
 @pytest.mark.proves("P2P-2")
+@pytest.mark.gpu
 def test_isend_then_irecv_against_irecv_then_isend_with_two_messages_queued(world, mode):
     comm, me, peer = world.communicator(mode), world.rank, pair_of(world)
     if peer is None:

@@ -27,7 +27,6 @@ from conformance.subjects.zipccl_cuda import DeviceCodec
 from zipccl_core import Communicator, Policy
 
 ALIGN_BYTES = 16
-POINT_TO_POINT = frozenset({"send", "recv", "isend", "irecv", "batch_isend_irecv"})
 
 
 class Mirrored:
@@ -71,8 +70,10 @@ class Mirror:
 
     def of(self, argument: Any) -> Any:
         """An argument with every CPU tensor in it replaced by its mirror; anything else as it is."""
-        if isinstance(argument, (list, tuple)) and any(isinstance(x, torch.Tensor) for x in argument):
+        if isinstance(argument, (list, tuple)) and any(isinstance(x, (torch.Tensor, dist.P2POp)) for x in argument):
             return [self.of(x) for x in argument]
+        if isinstance(argument, dist.P2POp):
+            return dist.P2POp(argument.op, self.of(argument.tensor), argument.peer, argument.group, argument.tag)
         if not self._mirrors(argument):
             return argument
         return self._mirrored(argument).tensor(argument.detach())
@@ -153,8 +154,12 @@ WRITES_TO: dict[str, tuple[int, str]] = {
     "broadcast": (0, "tensor"),
     "scatter": (0, "tensor"),
     "gather": (1, "gather_list"),
+    "send": (0, ""),
+    "isend": (0, ""),
+    "recv": (0, "tensor"),
+    "irecv": (0, "tensor"),
 }
-"""Operation → position and name of the argument that it writes to."""
+"""Operation → position and name of the argument that it writes to; no name if it writes to none."""
 
 
 class MirrorCommunicator:
@@ -181,6 +186,12 @@ class MirrorCommunicator:
     def barrier(self, async_op: bool = False) -> Any:
         return self._called(self._inner.barrier(async_op=async_op), [])
 
+    def batch_isend_irecv(self, p2p_op_list: Sequence[dist.P2POp]) -> list[Any]:
+        mirror = Mirror(self._device)
+        works = self._inner.batch_isend_irecv(mirror.of(p2p_op_list))
+        outputs = [mirror.behind(op.tensor) if op.op is dist.irecv else [] for op in p2p_op_list]
+        return [self._called(work, mine) for work, mine in zip(works, outputs, strict=True)]
+
     def close(self) -> None:
         """The inner close, which ends every call."""
         self._inner.close()
@@ -192,17 +203,18 @@ class MirrorCommunicator:
         there, named_there = [mirror.of(x) for x in args], {name: mirror.of(x) for name, x in named.items()}
         returned = getattr(self._inner, operation)(*there, **named_there)
         position, name = WRITES_TO[operation]
-        outputs = mirror.behind(args[position] if position < len(args) else named.get(name))
-        if returned is None:
+        given = args[position] if position < len(args) else named.get(name)
+        outputs = mirror.behind(given) if name else []
+        if not hasattr(returned, "wait"):
             for mirrored in mirror.all:  # inputs too: a write to one is seen
                 mirrored.bring_back()
         return self._called(returned, outputs)
 
     def _called(self, returned: Any, outputs: list[Mirrored]) -> Any:
-        """What a call gives back to the judge."""
-        if returned is None:
+        """What a call gives back to the judge: its Work, or what it returned when it was over."""
+        if not hasattr(returned, "wait"):
             self._settle(None)
-            return None
+            return returned
         work = MirrorWork(returned, outputs, self._settle)
         with self._lock:
             self._open.append(work)
@@ -225,15 +237,11 @@ class MirrorSubject:
     Args:
         inner: makes the Communicators that take tensors on the device.
         device: "cuda" is the process's current GPU.
-        lacks: operations that it does not have there.
     """
 
-    def __init__(self, inner: Subject, device: str, name: str, lacks: frozenset[str] = frozenset()) -> None:
+    def __init__(self, inner: Subject, device: str, name: str) -> None:
         self.name, self._inner, self._device = name, inner, device
-        claims = inner.capabilities
-        self.capabilities = dataclasses.replace(
-            claims, operations=claims.operations - lacks, codec=True, gpu=device == "cuda"
-        )
+        self.capabilities = dataclasses.replace(inner.capabilities, codec=True, gpu=device == "cuda")
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> Any:
         device = torch.device(self._device)
@@ -246,7 +254,15 @@ class MirrorSubject:
 
 
 class _OnGpu(ZipcclSubject):
-    """zipccl_core with verdicts that are waited for, so that each call has its own."""
+    """zipccl_core with verdicts that are waited for, so that each call has its own.
+
+    Not claimed: "auto", which on a device measures from which size on coding pays, and so may never code what the judge
+    sends.
+    """
+
+    capabilities = dataclasses.replace(
+        ZipcclSubject.capabilities, variants=tuple(name for name in VARIANTS if name != "auto")
+    )
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
         policy = Policy(timeout_s=timeout_s, verify="wait", **(MODES | VARIANTS)[mode or "always"])
@@ -255,12 +271,12 @@ class _OnGpu(ZipcclSubject):
 
 def subject() -> MirrorSubject:
     """Named by --subject zipccl_gpu."""
-    return MirrorSubject(_OnGpu(), "cuda", "zipccl_gpu", POINT_TO_POINT)
+    return MirrorSubject(_OnGpu(), "cuda", "zipccl_gpu")
 
 
 def on_cpu() -> MirrorSubject:
     """The mirror of CPU tensors on the CPU, over the plain Communicator."""
-    return MirrorSubject(ZipcclSubject(), "cpu", "zipccl_mirror_on_cpu", POINT_TO_POINT)
+    return MirrorSubject(ZipcclSubject(), "cpu", "zipccl_mirror_on_cpu")
 
 
 def on_threads() -> MirrorSubject:
