@@ -176,14 +176,19 @@ class Exchange:
                     call.issued = pipeline.device.now()
                 self.reached("issue", call)
                 call.arrivals_s[self.rank] = time.monotonic()
-                if pipeline is None:
+                if not self.pipelines:
                     self.send_records(call)
                 self._calls.put(call)
                 self.last_call = call
         return Work(calls)
 
     def send_records(self, call: Call) -> None:
-        """Tell every peer of a call; of one on a device the progress thread does, to spare the caller the time."""
+        """Tell every peer of a call, once. A Communicator with a device tells on its progress thread.
+
+        That spares the caller the time; and as peers take records in the order in which they come, one thread tells of
+        all calls, also of those that are not on the device.
+        """
+        call.told = True
         for peer in self.peers:
             try:
                 record = call.record_for(self.rank, peer, self._fingerprint)
@@ -258,7 +263,7 @@ class Exchange:
         if call.before is not None and call.before.error is not None:
             self._end_transfers(call, [], deadline)
             raise again(call.before.error)
-        if pipeline is not None:
+        if not call.told:
             self.send_records(call)
         if call.send_failure is not None:
             raise self.transport_failed(title(call), call.send_failure[1], [call.send_failure[0]])

@@ -651,3 +651,19 @@ def test_a_pool_lets_go_of_what_is_too_much() -> None:
     assert pool.made < 40
     pool.close()
     assert pool.held_bytes == 0
+
+
+def test_the_record_of_a_call_without_tensors_does_not_overtake_those_of_calls_on_the_device(make: Any) -> None:
+    ranks, n = make(2), BLOCK_WORDS
+    gate = Event()
+    ranks.devices[1].queued_ahead = gate
+
+    def run(rank: int) -> list[Any]:
+        outs = [nothing(2 * n) for _ in range(2)]
+        works = [ranks.comms[rank].all_gather_into_tensor(out, data(n, rank), async_op=True) for out in outs]
+        works.append(ranks.comms[rank].barrier(async_op=True))
+        time.sleep(0.3)  # rank 1 encodes call 0 only now, so its progress thread has not come to call 1
+        gate.done.set()
+        return [work.wait() for work in works] + [same(out, torch.cat([data(n, r) for r in range(2)])) for out in outs]
+
+    assert ranks.each(run) == [[True] * 5] * 2
