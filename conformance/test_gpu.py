@@ -42,9 +42,6 @@ OTHERS_BITS = 0x7FC1
 THREAD_LIMIT_S = 60.0
 
 COLLECTIVES = tuple(o for o in (*OPERATIONS, *FURTHER) if o != "batch_isend_irecv")
-IN_PLACE = ("all_reduce", "broadcast")
-
-every_operation = pytest.mark.parametrize("operation", COLLECTIVES)
 
 
 @pytest.fixture
@@ -175,71 +172,70 @@ def slots_of(world: World, n: int = N) -> list[Slot]:
 # ------------------------------------------------------------------------------------------------------ streams
 
 
-def read_behind_the_wait(world: World, mode: str, operation: str, lanes: torch.device) -> None:
+def read_behind_the_wait(world: World, mode: str, lanes: torch.device) -> None:
     """The input is made late on one stream and the call issued on it; a second one waits, and reads the output.
 
     Where the input is made lie other words before, which a call sends that reads too early; where the output comes,
-    poison, which a reader sees that does not wait.
+    poison, which a reader sees that does not wait. Each operation in turn.
+
+    Args:
+        lanes: a CPU for one stream, the caller's.
     """
-    supported(world, [operation])
-    comm, slot = world.communicator(mode), Slot(world, operation, N)
-    maker, reader = Lane(lanes), Lane(lanes)
-    for seed in range(3):
-        inputs = slot.inputs(seed)
-        words, others = there(world, inputs[world.rank]), there(world, inputs[world.rank][::-1])
-        slot.fill(others)
-        synchronize(world.device)
-        with maker:
-            spin(world.device, LAG_MS)
-            slot.fill(words)
-            work = slot.call(comm, async_op=True)
-        with reader:
-            wait_for(work)
-            taken = slot.take()
-        reader.synchronize()
-        slot.check(taken, inputs, f"round {seed}")
-        synchronize(world.device)
+    comm, maker, reader = world.communicator(mode), Lane(lanes), Lane(lanes)
+    for slot in slots_of(world):
+        for seed in range(3):
+            inputs = slot.inputs(seed)
+            words, others = there(world, inputs[world.rank]), there(world, inputs[world.rank][::-1])
+            slot.fill(others)
+            synchronize(world.device)
+            with maker:
+                spin(world.device, LAG_MS)
+                slot.fill(words)
+                work = slot.call(comm, async_op=True)
+            with reader:
+                wait_for(work)
+                taken = slot.take()
+            reader.synchronize()
+            slot.check(taken, inputs, f"round {seed}")
+            synchronize(world.device)
 
 
-@every_operation
 @needs_cuda
 @pytest.mark.proves("GPU-1")
-def test_an_input_made_on_a_side_stream_is_sent_and_another_stream_that_waited_reads_the_output(world, mode, operation):
-    read_behind_the_wait(world, mode, operation, world.device)
+def test_an_input_made_on_a_side_stream_is_sent_and_another_stream_that_waited_reads_the_output(world, mode):
+    read_behind_the_wait(world, mode, world.device)
 
 
-@every_operation
 @pytest.mark.proves("WORK-8")
-def test_an_input_made_just_before_the_call_is_sent_and_read_just_behind_the_wait(world, operation):
-    read_behind_the_wait(world, "", operation, torch.device("cpu"))  # in the caller's own stream
+def test_an_input_made_just_before_the_call_is_sent_and_read_just_behind_the_wait(world):
+    read_behind_the_wait(world, "", torch.device("cpu"))
 
 
-@every_operation
 @pytest.mark.parametrize("ahead", [0, 1], ids=["waited_for", "one_ahead"])
 @pytest.mark.proves("WORK-8")
-def test_buffers_are_used_again_behind_the_wait_without_synchronising(world, operation, ahead):
+def test_buffers_are_used_again_behind_the_wait_without_synchronising(world, mode, ahead):
     """The next input is put where the last one was, and the output poisoned, in the stream that has waited."""
-    supported(world, [operation])
-    comm = world.communicator()
-    slots = [Slot(world, operation, N) for _ in range(ahead + 1)]
-    rounds = [slots[0].inputs(seed) for seed in range(8)]
-    words = [there(world, inputs[world.rank]) for inputs in rounds]
-    taken: list[list[Poisoned]] = []
-    under_way: list[tuple[Slot, Any]] = []
-    for seed, mine in enumerate(words):
-        slot = slots[seed % len(slots)]
-        slot.fill(mine)
-        under_way.append((slot, slot.call(comm, async_op=bool(ahead))))
-        if len(under_way) > ahead:
-            done, work = under_way.pop(0)
+    comm = world.communicator(mode)
+    for operation in supported(world, COLLECTIVES):
+        slots = [Slot(world, operation, N) for _ in range(ahead + 1)]
+        rounds = [slots[0].inputs(seed) for seed in range(8)]
+        words = [there(world, inputs[world.rank]) for inputs in rounds]
+        taken: list[list[Poisoned]] = []
+        under_way: list[tuple[Slot, Any]] = []
+        for seed, mine in enumerate(words):
+            slot = slots[seed % len(slots)]
+            slot.fill(mine)
+            under_way.append((slot, slot.call(comm, async_op=bool(ahead))))
+            if len(under_way) > ahead:
+                done, work = under_way.pop(0)
+                wait_for(work)
+                taken.append(done.take())
+        for done, work in under_way:
             wait_for(work)
             taken.append(done.take())
-    for done, work in under_way:
-        wait_for(work)
-        taken.append(done.take())
-    synchronize(world.device)
-    for seed, (copies, inputs) in enumerate(zip(taken, rounds, strict=True)):
-        slots[0].check(copies, inputs, f"call {seed}")
+        synchronize(world.device)
+        for seed, (copies, inputs) in enumerate(zip(taken, rounds, strict=True)):
+            slots[0].check(copies, inputs, f"call {seed}")
 
 
 # ------------------------------------------------------------------------------------------- groups and threads
