@@ -1,10 +1,13 @@
-"""Records of GPU runs: what ran on which GPU, with what verdicts, and a hash of the kernel sources that ran.
+"""Records of GPU runs: what ran on which GPU, with what verdicts, and a hash of the sources that ran.
 
     python -m conformance.record --out conformance/records    on a machine with a GPU: runs the suites, writes a record
+    python -m conformance.record --collectives                on one with two or more: the selection -m gpu
     python -m conformance.record --check                      anywhere: is the record of these sources?
+    python -m conformance.record --check --nightly            that of the collectives too
 
-A CPU test calls `problems()`: a kernel that changed since its last run on a GPU fails the build. Sources are hashed by
-path; nothing of the core is imported.
+A CPU test calls `problems()`: a kernel that changed since its last run on a GPU fails the build. The collectives change
+more often, and their record, of each link between GPUs, is checked nightly; reports of runs say in a line whether it is
+stale. Sources are hashed by path; nothing of the core is imported.
 """
 
 from __future__ import annotations
@@ -20,6 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -33,11 +39,6 @@ SUBJECTS = (
     "zipccl_cuda",
     "conformance.subjects.zipccl_cuda:cuda_to_cpu",
     "conformance.subjects.zipccl_cuda:cpu_to_cuda",
-)
-# Tests of communicators that do not ask first whether the subject has one.
-NOT_ABOUT_CODECS = (
-    "conformance/test_bit_exactness.py::test_all_gather_in_place_of_all_patterns",
-    "conformance/test_escape_path.py::test_a_distribution_that_shifts_between_calls_stays_exact",
 )
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
 
@@ -62,13 +63,21 @@ def without_comments(path: Path) -> str:
 
 
 def sources_sha256() -> str:
-    """One hash over every file of codec/cuda, by path, without comments."""
-    digest = hashlib.sha256()
+    """One hash over every file of codec/cuda, by name, without comments."""
+    return _sha256((path.name, path) for path in _kernels())
+
+
+def _kernels() -> list[Path]:
     paths = sorted(p for p in KERNELS.iterdir() if p.suffix in SUFFIXES)
     if not any(p.suffix == ".cu" for p in paths):
         raise FileNotFoundError(f"record: no kernels in {KERNELS}; restore them from git")
-    for path in paths:
-        digest.update(path.name.encode() + b"\0" + without_comments(path).encode() + b"\0")
+    return paths
+
+
+def _sha256(named: Iterable[tuple[str, Path]]) -> str:
+    digest = hashlib.sha256()
+    for name, path in named:
+        digest.update(name.encode() + b"\0" + without_comments(path).encode() + b"\0")
     return digest.hexdigest()
 
 
@@ -164,7 +173,6 @@ def write_record(out: Path, sanitize: bool = True) -> tuple[Path, bool]:
         for i, subject in enumerate(SUBJECTS):
             junit = Path(folder) / f"{i}.xml"
             command = [*pytest, *(f"conformance/{s}" for s in CODEC_SUITES), "--subject", subject, "--world-size", "1"]
-            command += [f"--deselect={test}" for test in NOT_ABOUT_CODECS]
             command += [f"--run-dir={folder}/run{i}", f"--junitxml={junit}"]
             runs.append(_run(f"suites, {subject}", command, junit))
     if sanitize:
@@ -190,17 +198,250 @@ def write_record(out: Path, sanitize: bool = True) -> tuple[Path, bool]:
     return path, all(run["verdict"] == "PASS" for run in runs)
 
 
-def main() -> int:
+# ---------------------------------------------------------------------------------------------------- collectives
+
+CORE = ROOT / "zipccl_core"
+COLLECTIVES_SUBJECT = "zipccl_gpu"
+ALWAYS_ENV = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+LEAST_GPUS = 2
+LIMIT_S = 420.0
+END_S = 60.0
+NOT_PASSED = ("FAIL", "ERROR", "XFAIL")
+SUITES = "suites, mirrored"
+ON_DEVICE = "tensors on the device"
+
+
+@dataclass(frozen=True)
+class Link:
+    """One way between GPUs, and how it is chosen.
+
+    Attributes:
+        ranks_a_gpu: with more than one, groups are gloo's: NCCL takes no two ranks on a GPU.
+        env: what leaves NCCL no other way.
+    """
+
+    name: str
+    ranks_a_gpu: int = 1
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+LINKS = (
+    Link("nvlink"),
+    Link("host memory", env={"NCCL_P2P_DISABLE": "1"}),
+    Link("sockets", env={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}),
+    Link("gloo, two ranks a GPU", ranks_a_gpu=2),
+)
+
+Runner = Callable[[list[str], dict[str, str], float], tuple[int | None, str]]
+
+
+def collectives_sha256() -> str:
+    """One hash over what runs when a collective moves tensors between GPUs, by path, without comments."""
+    folders = [*sorted((CORE / "collectives").glob("*.py")), *sorted((CORE / "policy").glob("*.py")), *_kernels()]
+    single = [CORE / "codec" / "__init__.py", CORE / "frame.py", CORE / "codebook.py"]
+    if not any(path.parent.name == "collectives" for path in folders):
+        raise FileNotFoundError(f"record: no collectives in {CORE}; restore them from git")
+    return _sha256((f"{path.parent.name}/{path.name}", path) for path in (*folders, *single))
+
+
+def collectives_problems() -> list[str]:
+    """What is wrong with the records of collectives: none, stale, a link that did not run or pass. Empty if well."""
+    found = sorted(RECORDS.glob("collectives_*.json"))
+    if not found:
+        return [
+            f"{RECORDS} has no collectives_*.json; run `python -m conformance.record --collectives` on a machine with "
+            f"{LEAST_GPUS} GPUs"
+        ]
+    wanted, wrong = collectives_sha256(), []
+    for path in found:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if record["sources_sha256"] != wanted:
+            wrong.append(
+                f"{path.name}: ran with sources {record['sources_sha256'][:12]}, they are {wanted[:12]} now; run "
+                "`python -m conformance.record --collectives` on GPUs again, and commit what it writes"
+            )
+        links = {link["name"]: link for link in record["links"]}
+        wrong += [f"{path.name}: {link.name} did not run" for link in LINKS if link.name not in links]
+        for name, link in links.items():
+            if link["verdict"] != "PASS":
+                tests = ", ".join(t["test"] for t in link["not_passed"][:3])
+                wrong.append(f"{path.name}: {name}: {link['verdict']} ({tests or link['problems'][:1]})")
+    return wrong
+
+
+def collectives_line() -> str:
+    """The records of collectives in one line, for the report of a run."""
+    found = sorted(RECORDS.glob("collectives_*.json"))
+    if not found:
+        return "on GPUs: the collectives have no record of a run (python -m conformance.record --collectives)"
+    wrong, told = collectives_problems(), []
+    for path in found:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        there, passed = record["machine"], sum(link["counts"].get("PASS", 0) for link in record["links"])
+        told.append(f"{there['gpus']} × {there['gpu']} on {record['date']}, {passed} passed")
+    state = (
+        "STALE or not all passed, see `python -m conformance.record --check --nightly`" if wrong else "of these sources"
+    )
+    return f"on GPUs: the collectives' record is {state}: {'; '.join(told)}"
+
+
+def run_bounded(command: list[str], env: dict[str, str], limit_s: float) -> tuple[int | None, str]:
+    """Run a command in the repository; (return code, or None if it was ended after limit_s; its output)."""
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        child = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdout=output, stderr=output)
+        code: int | None = None
+        try:
+            code = child.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            child.terminate()  # pytest ends its ranks
+            try:
+                child.wait(END_S)
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        output.seek(0)
+        return code, output.read()
+
+
+def run_part(
+    name: str, args: list[str], ranks: int, env: Mapping[str, str], run: Runner, subject: str
+) -> dict[str, Any]:
+    """One pytest of a link: verdict counts, what did not pass, problems, seconds; the end of its output."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *args, "--subject", subject]
+        command += ["--world-size", str(ranks), f"--deadline-s={LIMIT_S:g}", f"--run-dir={folder}/run"]
+        code, output = run(command, {**ALWAYS_ENV, **env}, LIMIT_S + END_S)
+        path = Path(folder, "run", "report.json")
+        report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    results = report.get("results", [])
+    problems = [*report.get("problems", []), *(f"{n}: never ran" for n in report.get("not_run", []))]
+    if code is None:
+        problems.append(f"not finished within {LIMIT_S:g} s")
+    elif not report:
+        problems.append(f"it wrote no report (exit code {code})")
+    not_passed = [
+        {"test": r["nodeid"], "verdict": r["kind"], "reason": r["reason"]} for r in results if r["kind"] in NOT_PASSED
+    ]
+    counts = Counter(r["kind"] for r in results)
+    good = code == 0 and not problems and not any(t["verdict"] != "XFAIL" for t in not_passed) and counts["PASS"] > 0
+    return {
+        "name": name,
+        "command": re.sub(r"(\S*/)?python\S*", "python", re.sub(r" --run-dir=\S+", "", " ".join(command)), count=1),
+        "verdict": "PASS" if good else "FAIL",
+        "tests": len(results),
+        "counts": dict(counts),
+        "unsupported": dict(Counter(r["reason"] for r in results if r["kind"] == "UNSUPPORTED")),
+        "not_passed": not_passed,
+        "problems": [problem[:2000] for problem in problems],
+        "rows": [row for row in report.get("rows", []) if row["table"] in ("issuing", "memory")],
+        "seconds": round(time.monotonic() - begin, 1),
+        **({} if good else {"output": output[-6000:]}),
+    }
+
+
+def run_link(
+    link: Link, gpus: int, run: Runner, subject: str = COLLECTIVES_SUBJECT, device: str = "cuda"
+) -> dict[str, Any]:
+    """The selection over one link: the suites on mirrors, and what needs tensors on the device."""
+    ranks = gpus * link.ranks_a_gpu
+    gpu_tests = "conformance/test_gpu.py"
+    parts = [
+        run_part(SUITES, ["conformance", "-m", "gpu", f"--ignore={gpu_tests}"], ranks, link.env, run, subject),
+        run_part(ON_DEVICE, [gpu_tests, "--device", device], ranks, link.env, run, subject),
+    ]
+    counts: Counter[str] = sum((Counter(part["counts"]) for part in parts), Counter())
+    return {
+        "name": link.name,
+        "ranks": ranks,
+        "env": {**ALWAYS_ENV, **link.env},
+        "verdict": "PASS" if all(part["verdict"] == "PASS" for part in parts) else "FAIL",
+        "tests": sum(part["tests"] for part in parts),
+        "counts": dict(counts),
+        "not_passed": [test for part in parts for test in part["not_passed"]],
+        "problems": [f"{part['name']}: {problem}" for part in parts for problem in part["problems"]],
+        "seconds": round(sum(part["seconds"] for part in parts), 1),
+        "parts": parts,
+    }
+
+
+def machine_of_collectives() -> dict[str, Any]:
+    """GPUs, driver, and versions of what moves data between them."""
+    report = "import torch; print(torch.cuda.device_count(), *torch.cuda.nccl.version(), sep='.')"
+    told = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True).stdout
+    gpus, _, nccl = told.strip().partition(".")
+    return {**machine(), "gpus": int(gpus), "nccl": nccl}
+
+
+def write_collectives(
+    out: Path,
+    links: Iterable[Link] = LINKS,
+    run: Runner = run_bounded,
+    there: Mapping[str, Any] | None = None,
+    **how: str,
+) -> tuple[Path, bool]:
+    """Run the selection over each link and write collectives_<gpu>x<n>.json; (its path, whether all passed).
+
+    The record is written after every link, so that a machine that goes away leaves what it has done; links that an
+    older record has, of the same machine and sources, are kept.
+
+    Args:
+        run: runs a command with an environment and a limit.
+        there: the machine; this one if None.
+        how: subject and device, for run_link.
+
+    Raises:
+        RuntimeError: there are too few GPUs.
+    """
+    there = machine_of_collectives() if there is None else there
+    if there["gpus"] < LEAST_GPUS:
+        raise RuntimeError(f"record --collectives: wanted {LEAST_GPUS} GPUs or more, found {there['gpus']}")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"collectives_{there['gpu'].lower().replace('nvidia ', '').replace(' ', '_')}x{there['gpus']}.json"
+    record: dict[str, Any] = {
+        "machine": dict(there),
+        "sources_sha256": collectives_sha256(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+        "links": [],
+    }
+    if path.exists():
+        old = json.loads(path.read_text(encoding="utf-8"))
+        if all(old[key] == record[key] for key in ("machine", "sources_sha256")):
+            record["links"] = old["links"]
+    for link in links:
+        done = run_link(link, there["gpus"], run, **how)
+        print(json.dumps({k: v for k, v in done.items() if k not in ("parts", "env")}), flush=True)
+        for part in done["parts"]:
+            if "output" in part:
+                print(part["output"][-2500:], flush=True)
+        record["links"] = [x for x in record["links"] if x["name"] != link.name] + [done]
+        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return path, all(link["verdict"] == "PASS" for link in record["links"])
+
+
+# ----------------------------------------------------------------------------------------------------------- main
+
+
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write or check the record of a GPU run.")
     parser.add_argument("--check", action="store_true", help="say what is wrong with the records; run nothing")
+    parser.add_argument("--nightly", action="store_true", help="with --check: the record of the collectives too")
+    parser.add_argument("--collectives", action="store_true", help="run the selection -m gpu over each link")
+    parser.add_argument("--link", action="append", help="of --collectives: this one only; the record is partial")
     parser.add_argument("--no-sanitizer", action="store_true", help="leave it out; the record is partial")
     parser.add_argument("--out", type=Path, default=RECORDS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     if options.check:
-        wrong = problems()
+        wrong = [*problems(), *(collectives_problems() if options.nightly else [])]
         print("\n".join(wrong) or "the records are of these sources, and all passed")
         return bool(wrong)
-    path, passed = write_record(options.out, not options.no_sanitizer)
+    if options.collectives:
+        names = [link.name for link in LINKS]
+        if unknown := sorted(set(options.link or ()) - set(names)):
+            parser.error(f"--link {unknown[0]}: wanted one of {', '.join(names)}")
+        path, passed = write_collectives(options.out, [x for x in LINKS if x.name in (options.link or names)])
+    else:
+        path, passed = write_record(options.out, not options.no_sanitizer)
     print(f"{path}: {'all passed' if passed else 'NOT all passed'}")
     return not passed
 

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from conformance.launch import Follower, Result, Run, read_run
+from conformance.record import collectives_line
 
 KINDS = ("PASS", "FAIL", "UNSUPPORTED", "XFAIL", "ERROR")
 COLOURS = {"PASS": "green", "FAIL": "red", "ERROR": "red", "UNSUPPORTED": "yellow", "XFAIL": "yellow"}
@@ -195,6 +196,8 @@ def show(run: Run, out: Console) -> None:
             which = ", ".join(told["not_proved"]) if few else "see report.json"
             line += f"; {len(told['not_proved'])} not (the judge's own tests prove some of them): {which}"
         out.print(line, markup=False, highlight=False, soft_wrap=True)
+    if line := on_gpus(run):
+        out.print(line, markup=False, highlight=False, soft_wrap=True)
     reasons = Counter(r.reason for r in run.results.values() if r.kind == "UNSUPPORTED")
     for reason, n in reasons.most_common(ROWS_SHOWN):
         out.print(f"SKIPPED [{n}] {reason}", markup=False, highlight=False, soft_wrap=True)
@@ -204,6 +207,16 @@ def show(run: Run, out: Console) -> None:
             out.print(f"{word} {r.nodeid} - {r.reason[:REASON_CHARS]}", markup=False, highlight=False, soft_wrap=True)
     for problem in run.problems:
         out.print(f"PROBLEM {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
+
+
+def on_gpus(run: Run) -> str:
+    """Of our own collectives: what is recorded of them on GPUs, in a line; "" for other subjects."""
+    if not run.header.get("subject", "").startswith("zipccl"):
+        return ""
+    try:
+        return collectives_line()
+    except (OSError, ValueError, KeyError) as e:  # the report of this run must not fail of it
+        return f"on GPUs: the collectives' records cannot be read: {type(e).__name__}: {e}"
 
 
 def _cell(value: Any) -> str:
@@ -235,6 +248,7 @@ def as_json(run: Run) -> dict[str, Any]:
         "rows": run.rows,
         "cites": run.cites,
         "requirements": requirements(run),
+        "on_gpus": on_gpus(run),
     }
 
 
