@@ -39,6 +39,7 @@ class Call:
         finish: puts the result where the caller wants it, after all has been received.
         invalid: why this rank's arguments were refused, None if they were not.
         stage: 0, or more for the later calls of one that takes several; they share a number and are counted once.
+        alike: whether all ranks' arguments were accepted and are on one type of device: known alike on all ranks.
         told: whether the peers have been sent its records.
         before: the call of the stage before, None for the first; if that failed, on all ranks, this is not made.
         device: type of the device that the tensors are on, empty if there are none; "cpu" unless a Pipeline takes it.
@@ -60,6 +61,7 @@ class Call:
     finish: Callable[[], None] = lambda: None
     invalid: InvalidArgument | None = None
     stage: int = 0
+    alike: bool = True
     told: bool = False
     before: Call | None = None
     sequence: int = -1

@@ -17,7 +17,7 @@ from .board import Board, group_store
 from .call import Call
 from .cuda_device import has_nccl, pipeline_on_cuda
 from .device import Device
-from .exchange import Exchange, Work, facts
+from .exchange import Exchange, Work, again, facts
 from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
 from .probe import probe
@@ -473,6 +473,7 @@ class Communicator:
         Raises:
             RankTimeout: a rank did not close within the deadline; everything is freed all the same.
             PeerError: a rank issued another call where this one closes.
+            ZipcclError: what finished the Communicator after its last call had returned, if no call has raised it.
         """
         if self._closed:
             return
@@ -483,6 +484,8 @@ class Communicator:
         finally:
             self._channels.stop(self._policy.timeout_s)
             self._exchange.stop(self._policy.timeout_s)
+        if (untold := self._exchange.untold) is not None:
+            raise again(untold)
 
     def __del__(self) -> None:
         exchange = getattr(self, "_exchange", None)

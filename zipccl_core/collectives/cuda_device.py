@@ -48,6 +48,10 @@ class CudaDevice:
         with torch.cuda.device(device):
             self._streams = dict(zip(STREAMS, jit.pool_streams(device), strict=False))
 
+    def attach(self) -> None:
+        # Else a thread is on device 0, and its first query of an event makes a context there.
+        torch.cuda.set_device(self._device)
+
     def now(self) -> torch.cuda.Event:
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event

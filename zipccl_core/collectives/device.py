@@ -45,6 +45,9 @@ class Device(Protocol):
     Work goes to the stream chosen with `on`, in order; streams are not ordered among each other but by `after`.
     """
 
+    def attach(self) -> None:
+        """The calling thread works for this device from now on. May be repeated; what queries events needs it too."""
+
     def now(self) -> Event:
         """An event in the calling thread's current stream of the framework."""
 
@@ -64,7 +67,7 @@ class Device(Protocol):
         """The stream in use waits for the event; the host does not."""
 
     def empty(self, n_bytes: int) -> Tensor:
-        """[n_bytes] uint8 on the device, at a multiple of 128 bytes."""
+        """[n_bytes] uint8 on the device, at a multiple of 128 bytes; free for what comes in the stream in use."""
 
     def run(self, work: Callable[[], object]) -> None:
         """Call what queues operations of the framework, as part of the stream in use."""

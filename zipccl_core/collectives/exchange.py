@@ -29,7 +29,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -41,16 +41,19 @@ from .call import Call, Heard, Refused, data_tag, phase_range, title
 from .message import Incoming, Message, Sent, dtype_text, encode_message
 from .pipeline import Pipeline
 from .seam import Seam
-from .transport import Control, Transport
+from .transport import Control, Transport, Watched
 from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
 
 log = logging.getLogger("zipccl")
 
 _GRACE_S = 1.0
 _SWEEP_S = 0.002
+_PATIENCE_S = 0.002  # what is less late is waited for: watching transfers costs a thread each
 _SPINS = 50
 _NAP_S = 50e-6
 EXIT_S = 5.0
+
+_Told = TypeVar("_Told", Sizes, Verdict)
 
 
 class Work:
@@ -131,6 +134,7 @@ class Exchange:
     def __init__(self, board: Board, rank: int, size: int, policy: Policy) -> None:
         self.rank, self.size, self.policy = rank, size, policy
         self.broken: ZipcclError | None = None
+        self.untold: ZipcclError | None = None  # what has finished it with no call under way: nobody has raised it yet
         self._fingerprint = policy.fingerprint()
         self._switch, self._plain = Switch(policy), replace(policy, compress="never")
         self.stats: dict[str, Counter[str]] = {}
@@ -199,6 +203,7 @@ class Exchange:
     def check_open(self, operation: str) -> None:
         """Raise what finished this Communicator, if anything did."""
         if self.broken is not None:
+            self.untold = None
             raise again(self.broken)
         if self._stopped:
             raise InvalidArgument(f"{operation}: this Communicator is closed; make another")
@@ -219,7 +224,7 @@ class Exchange:
 
     def threads(self) -> list[threading.Thread]:
         """All threads that may wait in the backend."""
-        return [self._thread, *self.transport.listeners, *self.channel_threads]
+        return [self._thread, *self.transport.listeners, *self.transport.watchers, *self.channel_threads]
 
     # The progress thread
 
@@ -240,38 +245,47 @@ class Exchange:
                 call.target = call.issued = None
                 call.done.set()
                 del call
-        for pipeline in self.pipelines.values():
-            pipeline.close()
+        for pipeline in list(self.pipelines.values()):
+            try:
+                pipeline.close()
+            except Exception:  # the peers must hear of the end, whatever becomes of the device
+                log.exception("rank %d: closing what is on a device", self.rank)
         self.transport.close()
 
     def _next(self) -> Call | None:
         """The next call, None for the end; looks after what devices are busy with meanwhile."""
         while True:
-            busy = [p for p in self.pipelines.values() if p.busy] if self.broken is None else []
+            busy = [p for p in list(self.pipelines.values()) if p.busy] if self.broken is None else []
             try:
                 return self._calls.get(timeout=_SWEEP_S if busy else None)
             except queue.Empty:
-                for pipeline in busy:
-                    with contextlib.suppress(ZipcclError):  # it has finished this Communicator: the next call says so
+                try:
+                    for pipeline in busy:
                         pipeline.sweep()
+                except BaseException as exc:  # the next call says so, or close(); this thread must go on for them
+                    if self.broken is None:
+                        text = f"rank {self.rank} failed in what a device still does: {type(exc).__name__}: {exc}"
+                        self.give_up(PeerError(text), exc)
+                    self.untold = self.broken
 
     def _execute(self, call: Call) -> None:
         if self.broken is not None:
+            self.untold = None
             raise again(self.broken)
         deadline = time.monotonic() + self.policy.timeout_s
         pipeline = self.pipelines.get(call.device)
         if call.before is not None and call.before.error is not None:
-            self._end_transfers(call, [], deadline)
+            self.end_transfers(call, [], deadline)
             raise again(call.before.error)
         if not call.told:
             self.send_records(call)
         if call.send_failure is not None:
             raise self.transport_failed(title(call), call.send_failure[1], [call.send_failure[0]])
-        if pipeline is not None:
-            pipeline.execute(call, deadline)
-            return
-        wrong = [error for p in self.pipelines.values() if (error := p.settle()) is not None]
         pending, self._pending = self._pending, None  # what the call before found out after it had returned
+        if pipeline is not None:
+            self._execute_on(pipeline, call, deadline, pending)
+            return
+        wrong = [error for p in list(self.pipelines.values()) if (error := p.settle()) is not None]
         transfers: list[Any] = []
         refused = Refused(wrong[0], False) if wrong else None
         complete = False
@@ -279,20 +293,32 @@ class Exchange:
             complete = self._exchange(call, deadline, transfers) and refused is None
         except Refused as exc:
             refused = exc.after(refused)
-        late = self.policy.verify == "late" and pending is None
-        late = late and call.operation not in ("barrier", "close")  # where ranks meet, what devices did is settled
-        late = late and (complete if refused is None else bool(refused.damaged))
+        # Whether any rank may have returned before the verdict: all ranks know that alike, and raise its error later.
+        some_late = self.policy.verify == "late" and pending is None and call.alike
+        some_late = some_late and call.operation not in ("barrier", "close")  # where ranks meet, all is settled
+        late = some_late and (complete if refused is None else bool(refused.damaged))
         if late:
             self._finish(call)
             call.done.set()
         error = self._agree(call, refused, deadline, transfers)
-        if self.policy.verify == "late":
+        if some_late or pending is not None:
             self._pending = error  # the next call raises it on all ranks, those too that raise it now
         if late:
             return
         if pending is not None or error is not None:
             raise pending or error or AssertionError
         self._finish(call)
+
+    def _execute_on(self, pipeline: Pipeline, call: Call, deadline: float, pending: ZipcclError | None) -> None:
+        """Carry a call on a device through; raise what a call on the host found out late before it, on all ranks."""
+        try:
+            pipeline.execute(call, deadline)
+        except ZipcclError as exc:
+            if pending is None or self.broken is not None:
+                raise
+            self._pending = again(exc)
+        if pending is not None:
+            raise pending
 
     def _finish(self, call: Call) -> None:
         self.reached("reduce", call)
@@ -307,7 +333,7 @@ class Exchange:
         if error is not None and any(v.fatal for v in verdicts):
             # Published, because giving up may cut off this rank's own verdict on its way.
             raise self.give_up(error, error)
-        self._end_transfers(call, transfers, deadline)
+        self.end_transfers(call, transfers, deadline)
         if error is None:  # as on every other rank
             raw, sent = sum(v.raw_bytes for v in verdicts), sum(v.sent_bytes for v in verdicts)
             self.learn(call, raw, sent)
@@ -337,10 +363,10 @@ class Exchange:
             self.stats.setdefault(call.operation, Counter())["retransmissions"] += len(arrivals)
         log.warning("rank %d: %s: %d damaged messages were sent again", self.rank, title(call), len(arrivals))
         verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
-        self._end_transfers(call, transfers, deadline)
+        self.end_transfers(call, transfers, deadline)
         return next((v.error for v in verdicts if v.error is not None), None)
 
-    def _end_transfers(self, call: Call, transfers: list[Any], deadline: float) -> None:
+    def end_transfers(self, call: Call, transfers: list[Any], deadline: float) -> None:
         """Wait for everything this rank has sent: a send that is let go of before it is done never arrives."""
         for peer, work in (*transfers, *call.control_sends):  # all peers have spoken: done, or about to be
             self._wait(call, work, deadline + _GRACE_S, [peer])
@@ -357,36 +383,48 @@ class Exchange:
         overflows: deque[tuple[Incoming, Any]] = deque()
         wrong: Refused | None = None
 
-        def advance() -> bool:
-            """Wait for one message that is posted, and unpack it; whether there was one."""
+        def take(phase: deque[tuple[Incoming, Any]], index: int = 0) -> None:
+            """Wait for a message that is posted, and unpack it, or post its phase two."""
             nonlocal wrong
-            if arrivals:
-                incoming, work = arrivals.popleft()
-                self._wait(call, work, deadline, [incoming.src])
+            incoming, work = phase[index]
+            del phase[index]
+            self._wait(call, work, deadline, [incoming.src])
+            if phase is arrivals:
                 self.received("receive", call, incoming.src, incoming.phase_one)
                 wrong = _after(wrong, self._open(call, incoming, overflows))
-            elif overflows:
-                incoming, work = overflows.popleft()
-                self._wait(call, work, deadline, [incoming.src])
+            else:
                 self.received("receive_phase_two", call, incoming.src, work.tensor)
                 wrong = _after(wrong, self._unpack(call, incoming))
-            else:
-                return False
-            return True
+
+        def take_one_that_is_here() -> bool:
+            """Whether there was one. It must not be waited for: its sender may itself wait, for what this rank sends
+            to a third as soon as it has the record that is missing."""
+            for phase in (arrivals, overflows):
+                for i, (incoming, work) in enumerate(phase):
+                    if not isinstance(work, Watched):
+                        left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+                        phase[i] = (incoming, self.transport.watch(work, incoming.src, left))
+                    elif work.over.is_set():
+                        take(phase, i)
+                        return True
+            return False
 
         # While a late rank's record is missing, what the others have sent is unpacked: its lateness is not wasted.
         heard = self.records(
-            call, deadline, lambda src: self._post(call, src, messages, arrivals, transfers), meanwhile=advance
+            call,
+            deadline,
+            lambda src: self._post(call, src, messages, arrivals, transfers),
+            meanwhile=take_one_that_is_here,
         )
-        while advance():
-            pass
+        while arrivals or overflows:
+            take(arrivals or overflows)
         refused = _after(heard.refused, wrong)
         if refused is not None:
             raise refused
         if not heard.all_valid:
             return False
-        if call.native is not None and self.peers:
-            self.run_native(call, self.transport.group("native"), deadline)
+        if call.native is not None:
+            self.run_native(call, lambda: self.transport.group("native"), deadline)
         return True
 
     def records(
@@ -419,6 +457,7 @@ class Exchange:
             elif call.native is None:
                 agrees(src)
         self._note_arrivals(call)
+        call.alike = heard.all_valid and heard.one_device
         if call.invalid is not None:
             heard.refused = Refused(call.invalid, False).after(heard.refused)
         return heard
@@ -525,11 +564,20 @@ class Exchange:
             return Refused(type(exc)(f"{self._where(call, incoming)}: {exc}"), False, (incoming.src,))
         return None
 
-    def run_native(self, call: Call, group: Any, deadline: float) -> None:
-        """The backend's own collective on one of its groups, after all ranks have agreed to it."""
+    def run_native(self, call: Call, group: Callable[[], Any], deadline: float) -> None:
+        """The backend's own collective on one of its groups, after all ranks have agreed to it.
+
+        Raises:
+            Refused: the backend does not know operation or dtype.
+        """
         assert call.native is not None
+        if not self.peers:  # there is no group, and nothing to reduce with
+            call.receives[self.rank].copy_(call.sends[self.rank])
+            if call.spec is not None and call.spec.factor is not None:
+                call.receives[self.rank].mul_(float(call.spec.factor))
+            return
         try:
-            call.native(group, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+            call.native(group(), timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as exc:
             if "imed out" in str(exc) or "onnection" in str(exc):
                 raise self.transport_failed(title(call), exc, self.peers) from exc
@@ -552,9 +600,7 @@ class Exchange:
             except RuntimeError as exc:
                 raise self.transport_failed(title(call), exc, [peer]) from exc
         for src, data in self._control(call, Verdict.MAGIC, deadline):
-            verdicts[src] = Verdict.parse(data)
-            if verdicts[src].sequence != call.sequence:
-                raise PeerError(f"{title(call)}: rank {src} speaks of call #{verdicts[src].sequence}")
+            verdicts[src] = self._parsed(call, src, Verdict.parse, data)
         return [verdicts[r] for r in range(self.size)]
 
     def share(self, call: Call, refused: Refused | None, deadline: float) -> ZipcclError | None:
@@ -563,33 +609,47 @@ class Exchange:
         error = next((v.error for v in verdicts if v.error is not None), None)
         if error is not None and any(v.fatal for v in verdicts):
             raise self.give_up(error, error)
-        self._end_transfers(call, [], deadline)
+        self.end_transfers(call, [], deadline)
         return error
 
     def share_sizes(self, call: Call, mine: Callable[[int], Sizes], deadline: float) -> list[Sizes]:
         """Tell every peer what is for it, and hear the same; all that is known, in rank order, own included."""
-        known = {self.rank: mine(self.rank)}
+        known = {self.rank: Sizes.parse(mine(self.rank).pack())}  # as the peers read it
         for peer in self.peers:
             try:
                 call.control_sends.append((peer, self.transport.send_control(mine(peer).pack(), peer)))
             except RuntimeError as exc:
                 raise self.transport_failed(title(call), exc, [peer]) from exc
         for src, data in self._control(call, Sizes.MAGIC, deadline):
-            known[src] = Sizes.parse(data)
-            if known[src].sequence != call.sequence:
-                raise PeerError(f"{title(call)}: rank {src} speaks of call #{known[src].sequence}")
+            known[src] = self._parsed(call, src, Sizes.parse, data)
         return [known[r] for r in range(self.size)]
+
+    def _parsed(self, call: Call, src: int, parse: Callable[[bytes], _Told], data: bytes) -> _Told:
+        """What a peer tells of a call; the agreed fatal error if it is damaged, since this rank alone has seen that."""
+        try:
+            told = parse(data)
+        except ZipcclError as exc:
+            text = f"{title(call)}: from rank {src} to rank {self.rank}: {exc}"
+            raise self.give_up(type(exc)(text), exc) from exc
+        if told.sequence != call.sequence:
+            error = PeerError(f"{title(call)}: rank {src} speaks of call #{told.sequence} to rank {self.rank}")
+            raise self.give_up(error, error)
+        return told
 
     def _control(
         self, call: Call, kind: bytes, deadline: float, meanwhile: Callable[[], bool] | None = None
     ) -> Iterator[tuple[int, bytes]]:
         """One control message of a kind from every peer, whoever is first."""
-        missing = list(self.peers)
+        missing, patience_s = list(self.peers), _PATIENCE_S
         while missing:
             peer = next((p for p in missing if self._stash[p][kind]), None)
             if peer is None:
-                if meanwhile is None or not self.transport.inbox.empty() or not meanwhile():
+                if meanwhile is None:
                     self._hear(title(call), missing, deadline)
+                elif not self._hear_within(patience_s):
+                    patience_s = 0.0
+                    if not meanwhile():
+                        self._hear(title(call), missing, deadline)
                 continue
             control = self._stash[peer][kind].popleft()
             assert control.data is not None
@@ -611,7 +671,17 @@ class Exchange:
             raise self.transport_failed(what, RuntimeError("timed out"), missing) from exc
         self._take(control)
 
+    def _hear_within(self, seconds: float) -> bool:
+        """Take one control message if one comes within so many seconds; whether one did."""
+        try:
+            self._take(self.transport.inbox.get(timeout=seconds))
+        except queue.Empty:
+            return False
+        return True
+
     def _take(self, control: Control) -> None:
+        if control.data == b"":
+            return  # what is watched is over: whoever watches it looks
         if control.data is None:
             self._lost[control.src] = control.lost
             return
@@ -623,18 +693,30 @@ class Exchange:
     # Waiting, and giving up
 
     def poll(self, query: Callable[[], bool], deadline: float, what: str, ranks: list[int]) -> None:
-        """Wait until a query is true; the agreed fatal error after the deadline, or if one of these ranks is gone."""
+        """Wait until a query is true, on the progress thread; the agreed fatal error if that does not come.
+
+        Args:
+            deadline: of time.monotonic(). Less if a peer is gone: what it sent before may arrive within _GRACE_S.
+            ranks: whom a missed deadline names.
+        """
+        gone: int | None = None
         for spin in itertools.count():
             if query():
                 return
-            while not self.transport.inbox.empty():
-                self._take(self.transport.inbox.get())
-            gone = next((r for r in ranks if r in self._lost), None)
-            if gone is not None:
-                raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
+            if gone is None and (gone := self.lost_peer()) is not None:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
             if time.monotonic() > deadline:
+                if gone is not None:
+                    raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
                 raise self.transport_failed(what, RuntimeError("timed out"), ranks)
             time.sleep(0 if spin < _SPINS else _NAP_S)
+
+    def lost_peer(self) -> int | None:
+        """A peer that is gone, if one is; never waits. On the progress thread."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._take(self.transport.inbox.get_nowait())
+        return next(iter(self._lost), None)
 
     def _wait(self, call: Call, work: Any, deadline: float, waiting_for: list[int]) -> None:
         self.wait_until(deadline, work, title(call), waiting_for)

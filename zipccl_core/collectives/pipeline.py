@@ -13,6 +13,7 @@ docs/DESIGN.md, "On a device", says why each step is where it is. For one call, 
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,6 +35,11 @@ from .wire import Sizes
 
 if TYPE_CHECKING:
     from .exchange import Exchange
+
+log = logging.getLogger("zipccl")
+
+_ABORT_S = 2.0
+_ABORT_NAP_S = 0.01
 
 
 @dataclass
@@ -126,6 +132,7 @@ class Pipeline:
         self._exchange, self.device, self.link = exchange, device, link
         self.pool = Pool(device.empty)
         self._in_flight: deque[_InFlight] = deque()
+        self._abandoned: list[Any] = []  # of calls that failed for good, until close()
         self._wrong: ZipcclError | None = None
 
     # One call
@@ -134,60 +141,86 @@ class Pipeline:
         """Carry a call through; when it returns, the caller's stream may wait for `call.finished`.
 
         Raises:
-            ZipcclError: the call failed, in the same way on all ranks; nothing of it is under way any more.
+            ZipcclError: the call failed, in the same way on all ranks; nothing of it is under way any more, or the
+                Communicator is finished.
         """
+        self.device.attach()
         while len(self._in_flight) >= CALLS_AT_ONCE:
             self._retire(self._in_flight[0])
         exchange = self._exchange
         outgoing, incoming, buffers = self._plan(call)
         try:
-            encoded, headers = self._encode(call, outgoing)
-            agreeing: list[int] = []
-            try:
-                heard = exchange.records(call, deadline, agreeing.append)
-            except Refused as exc:
-                raise exchange.give_up(exc.error, exc) from None
-            sends = {peer: m for peer, m in outgoing.items() if peer in agreeing}
-            receives = {peer: m for peer, m in incoming.items() if peer in agreeing}
-            arrivals = self._phase_one(call, sends, receives, encoded, deadline)
-            if heard.all_valid and heard.one_device:
-                error = self._agree_on_sizes(call, heard.refused, outgoing, incoming, headers, deadline)
-            else:  # a rank that has nothing to do with this device tells its verdict instead, and hears ours
-                error = exchange.share(call, heard.refused, deadline)
-            if error is not None:
-                self._drain(call, arrivals, deadline)
-                raise error
-            self._phase_two(call, sends, receives, arrivals, deadline)
-            verdicts, finished = self._decode(call, incoming, arrivals, deadline)
-        except BaseException:
-            if exchange.broken is None:  # else the device may still write to them
-                self.pool.give_back(buffers)
+            flight = self._carry(call, outgoing, incoming, deadline)
+        except BaseException as exc:
+            # The device may still be busy with them: neither the pool nor the framework may give them to anybody.
+            self._abandoned += [buffers, call.sends, call.receives, call.finish, outgoing, incoming]
+            if exchange.broken is None and isinstance(exc, ZipcclError):  # this rank alone has seen it
+                error = type(exc)(f"{title(call)}: on rank {exchange.rank}: {exc}")
+                raise exchange.give_up(error, exc) from exc
             raise
-        call.finished, call.on = finished, self.device
-        kept = [call.sends, call.receives, call.finish, outgoing, encoded]
-        flight = _InFlight(title(call), deadline, finished, verdicts, incoming, buffers, call.control_sends, kept)
-        call.control_sends = []
+        if isinstance(flight, ZipcclError):
+            self.pool.give_back(buffers)
+            raise flight
+        flight.buffers = buffers
         self._in_flight.append(flight)
         exchange.account(call, {peer: message.sent() for peer, message in outgoing.items()})
         if exchange.policy.verify == "wait":
             self._retire(flight)
             wrong, self._wrong = self._wrong, None
-            error = exchange.share(call, None if wrong is None else Refused(wrong, False), deadline)
-            if error is not None:
-                raise error
+            error_of_all = exchange.share(call, None if wrong is None else Refused(wrong, False), deadline)
+            if error_of_all is not None:
+                raise error_of_all
+
+    def _carry(
+        self, call: Call, outgoing: dict[int, _Message], incoming: dict[int, _Message], deadline: float
+    ) -> _InFlight | ZipcclError:
+        """Queue all of a call; or, once nothing of it is under way any more, the error that all ranks know of.
+
+        Raises:
+            Whatever else goes wrong, on this rank alone or for good.
+        """
+        exchange = self._exchange
+        encoded, headers = self._encode(call, outgoing)
+        agreeing: list[int] = []
+        try:
+            heard = exchange.records(call, deadline, agreeing.append)
+        except Refused as exc:
+            raise exchange.give_up(exc.error, exc) from None
+        sends = {peer: m for peer, m in outgoing.items() if peer in agreeing}
+        receives = {peer: m for peer, m in incoming.items() if peer in agreeing}
+        arrivals = self._phase_one(call, sends, receives, encoded, deadline)
+        if call.alike:
+            error = self._agree_on_sizes(call, heard.refused, outgoing, incoming, headers, deadline)
+        else:  # a rank that has nothing to do with this device tells its verdict instead, and hears ours
+            error = exchange.share(call, heard.refused, deadline)
+        if error is None and call.native is not None:
+            error = self._native(call, deadline)
+        if error is not None:
+            self._drain(call, arrivals, deadline)
+            return error
+        self._phase_two(call, sends, receives, arrivals, deadline)
+        verdicts, finished = self._decode(call, incoming, arrivals, deadline)
+        call.finished, call.on = finished, self.device
+        kept = [call.sends, call.receives, call.finish, outgoing, encoded]
+        control_sends, call.control_sends = call.control_sends, []
+        return _InFlight(title(call), deadline, finished, verdicts, incoming, [], control_sends, kept)
 
     def settle(self) -> ZipcclError | None:
         """Wait, bounded, for everything under way; what was wrong with it as far as this rank knows, once."""
+        self.device.attach()
         while self._in_flight:
             self._retire(self._in_flight[0])
         wrong, self._wrong = self._wrong, None
         return wrong
 
     def sweep(self) -> None:
-        """Let go of what the device is done with; never waits but for what is overdue."""
+        """Let go of what the device is done with; never waits but for what is overdue, or needs a peer that is gone."""
+        self.device.attach()
         while self._in_flight and self._in_flight[0].finished.query():
             self._retire(self._in_flight[0])
-        if self._in_flight and time.monotonic() > self._in_flight[0].deadline:
+        if not self._in_flight:
+            return
+        if time.monotonic() > self._in_flight[0].deadline or self._exchange.lost_peer() is not None:
             self._retire(self._in_flight[0])
 
     @property
@@ -196,9 +229,21 @@ class Pipeline:
         return bool(self._in_flight)
 
     def close(self) -> None:
-        """Free the link and the buffers; with calls still under way, by giving them up."""
-        if self._in_flight:
+        """Finish the calls under way, bounded by their deadlines; free the link and the buffers."""
+        if self._exchange.broken is None:
+            try:
+                wrong = self.settle()
+            except ZipcclError as exc:
+                wrong = exc
+            if wrong is not None:  # nobody is left who could raise it
+                log.error("rank %d: after the last call: %s", self._exchange.rank, wrong)
+        if self._in_flight or self._abandoned:
             self.link.abort()
+            until = time.monotonic() + _ABORT_S
+            while self._in_flight and not self._in_flight[-1].finished.query() and time.monotonic() < until:
+                time.sleep(_ABORT_NAP_S)
+            self._in_flight.clear()
+            self._abandoned.clear()
         else:
             self.link.close()
         self.pool.close()
@@ -232,7 +277,8 @@ class Pipeline:
                 shared = next(iter(outgoing.values()), None) if call.same_for_all else None
                 outgoing[peer] = shared or message(call.sends[peer], False)
         incoming = {p: message(call.receives[p], True) for p in peers if call.receives[p].numel()}
-        buffers = self.pool.take(sizes) if sizes else []
+        with self.device.on("encode"):
+            buffers = self.pool.take(sizes) if sizes else []
         for made, buffer in zip(wanting, buffers, strict=True):
             made.buffer = buffer
             if not made.coded:
@@ -394,13 +440,22 @@ class Pipeline:
                     rows.append((verdict, [(src, index) for src, _ in batch]))
             if arrivals:
                 arrive(len(arrivals))
-            if call.native is not None:
-                ready = device.mark()
-                self._exchange.poll(ready.query, deadline, title(call), [rank])
-                self._exchange.run_native(call, self.link.group(), deadline)
             device.run(call.finish)
             verdicts = [_Verdict(device.to_host([verdict]), about) for verdict, about in rows]
             return verdicts, device.mark()
+
+    def _native(self, call: Call, deadline: float) -> ZipcclError | None:
+        """The backend's own collective, once the device has come to it; what all ranks then know to be wrong."""
+        exchange, refused = self._exchange, None
+        with self.device.on("decode"):
+            if call.issued is not None:
+                self.device.after(call.issued)
+            exchange.poll(self.device.mark().query, deadline, title(call), [exchange.rank])
+            try:
+                exchange.run_native(call, self.link.group, deadline)
+            except Refused as exc:
+                refused = exc
+        return exchange.share(call, refused, deadline)
 
     def _reduce(
         self, call: Call, incoming: dict[int, _Message], arrive: Callable[[int], None]
@@ -461,12 +516,13 @@ class Pipeline:
         return None
 
     def _drain(self, call: Call, arrivals: list[Posted], deadline: float) -> None:
-        """Wait, bounded, for phase one of a call that failed: what was posted has a counterpart."""
+        """Wait, bounded, for phase one and the records of a call that failed: what was posted has a counterpart."""
         with self.device.on("move"):
             for posted in arrivals:
                 self._arrive(call, posted, deadline)
             done = self.device.mark()
         self._exchange.poll(done.query, deadline, title(call), self._exchange.peers)
+        self._exchange.end_transfers(call, [], deadline)
 
     def _post(self, call: Call, out: list[Piece], into: list[Piece], deadline: float) -> Posted:
         try:

@@ -38,7 +38,7 @@ class Control:
 
     Attributes:
         src: the peer, a group rank.
-        data: CONTROL_BYTES bytes; None if the peer is gone.
+        data: CONTROL_BYTES bytes; none if a transfer that is watched is over; None if the peer is gone.
         arrived_s: time.monotonic() when it came.
         lost: why the peer is gone.
     """
@@ -66,6 +66,8 @@ class Transport:
         self._peers = [r for r in range(size) if r != rank]
         self._groups: dict[str, Any] = {}
         self.listeners: list[threading.Thread] = []
+        self.watchers: list[threading.Thread] = []
+        self._watched: dict[int, queue.SimpleQueue[tuple[Watched, timedelta] | None]] = {}
         if not self._peers:
             return
         timeout = timedelta(seconds=max(timeout_s, _CONNECT_S))
@@ -107,6 +109,17 @@ class Transport:
             works.append(self.send("phase_two", message.phase_two, peer, tag))
         return works
 
+    def watch(self, work: Any, peer: int, timeout: timedelta) -> Watched:
+        """Let another thread wait for a transfer from a peer; the inbox is told when it is over."""
+        watched = Watched(work)
+        if peer not in self._watched:
+            self._watched[peer] = queue.SimpleQueue()
+            thread = threading.Thread(target=self._watch, args=(peer,), name=f"zipccl-watcher-{peer}", daemon=True)
+            self.watchers.append(thread)
+            thread.start()
+        self._watched[peer].put((watched, timeout))
+        return watched
+
     def close(self) -> None:
         """Part from the peers: tell them, hear the same from them, free everything; bounded by 2 s."""
         with contextlib.suppress(RuntimeError):
@@ -121,6 +134,8 @@ class Transport:
     def abort(self) -> None:
         """Close every connection now; whoever waits on one, here or at a peer, is woken with an error."""
         groups, self._groups = self._groups, {}
+        for waiting in list(self._watched.values()):
+            waiting.put(None)
         hurry = any(listener.is_alive() for listener in self.listeners)
         for group in groups.values() if hurry else ():
             for peer in self._peers:  # the first that is still connected will do: its time-out closes all connections
@@ -148,6 +163,41 @@ class Transport:
                 self.inbox.put(Control(peer, None, time.monotonic(), "it has given up its Communicator"))
                 return
             self.inbox.put(Control(peer, data, time.monotonic()))
+
+    def _watch(self, peer: int) -> None:
+        while (item := self._watched[peer].get()) is not None:
+            watched, timeout = item
+            watched.run(timeout)
+            self.inbox.put(Control(peer, b"", time.monotonic()))
+
+
+class Watched:
+    """A transfer that another thread waits for. Gloo's own can be waited for, and closes all connections if in vain,
+    but not asked whether it is over.
+
+    Attributes:
+        over: set when it is over, well or not.
+    """
+
+    def __init__(self, work: Any) -> None:
+        self.over = threading.Event()
+        self.tensor: torch.Tensor = work.tensor
+        self._work, self._failed = work, ""
+
+    def run(self, timeout: timedelta) -> None:
+        """Wait for it, on this thread."""
+        try:
+            self._work.wait(timeout)
+        except RuntimeError as exc:
+            self._failed = str(exc)
+        self.over.set()
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait until the other thread has; RuntimeError if it failed or is not over by then."""
+        if not self.over.wait(timeout.total_seconds()):
+            raise RuntimeError("timed out")
+        if self._failed:
+            raise RuntimeError(self._failed)
 
 
 @dataclass

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from zipccl_core.collectives.link import GlooLink
 from zipccl_core.collectives.message import patterns
 from zipccl_core.collectives.pipeline import Pipeline
 from zipccl_core.collectives.reduce import ReduceSpec, ordered_sum
-from zipccl_core.collectives.wire import MOST_CHUNKS, Sizes
+from zipccl_core.collectives.wire import MOST_CHUNKS, CallRecord, Sizes, Verdict
 from zipccl_core.errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
 from zipccl_core.frame import BLOCK_WORDS, max_frame_bytes, static_bytes
 from zipccl_core.policy.threshold import NEVER_BYTES, threshold_bytes
@@ -667,3 +669,90 @@ def test_the_record_of_a_call_without_tensors_does_not_overtake_those_of_calls_o
         return [work.wait() for work in works] + [same(out, torch.cat([data(n, r) for r in range(2)])) for out in outs]
 
     assert ranks.each(run) == [[True] * 5] * 2
+
+
+# What the host does around the calls
+
+
+def one_error(results: list[Any], kind: type[ZipcclError]) -> str:
+    """The text of the one error that all ranks raised."""
+    assert [type(error) for error in results] == [kind] * len(results), results
+    assert len({str(error) for error in results}) == 1, results
+    return str(results[0])
+
+
+class DelayedInbox:
+    """An inbox that gets one peer's call records late."""
+
+    def __init__(self, inbox: Any, late: int, delay_s: float) -> None:
+        self._inbox, self._late, self._delay_s = inbox, late, delay_s
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inbox, name)
+
+    def put(self, control: Any) -> None:
+        is_late = control.src == self._late and control.data and control.data.startswith(CallRecord.MAGIC)
+        if is_late:
+            threading.Timer(self._delay_s, self._inbox.put, (control,)).start()
+        else:
+            self._inbox.put(control)
+
+
+def test_on_the_host_no_rank_waits_for_words_of_another_that_waits_for_its_own() -> None:
+    """Each of three ranks hears another one last: what the first has sent must not be waited for meanwhile."""
+    made = Ranks(3, Policy(compress="always", timeout_s=5.0))
+    for rank, comm in enumerate(made.comms):
+        transport = comm._exchange.transport
+        transport.inbox = DelayedInbox(transport.inbox, (rank + 2) % 3, 0.05)
+    assert made.gather() == [True] * 3
+    made.close()
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize("on_device", [True, False])
+def test_the_backend_s_reductions_are_right_and_what_it_refuses_is_an_argument_s_error(
+    make: Any, n_ranks: int, on_device: bool
+) -> None:
+    ranks = make(n_ranks)
+    if not on_device:
+        for comm in ranks.comms:
+            comm._exchange.pipelines.clear()
+
+    def maximum(rank: int) -> list[int]:
+        out = torch.full((2,), -1)
+        ranks.comms[rank].reduce_scatter_tensor(out, torch.arange(2 * n_ranks) + rank, dist.ReduceOp.MAX)
+        return out.tolist()
+
+    assert ranks.each(maximum) == [[2 * r + n_ranks - 1, 2 * r + n_ranks] for r in range(n_ranks)]
+    if n_ranks > 1:
+        refused = ranks.each(lambda rank: ranks.comms[rank].all_reduce(torch.ones(4), dist.ReduceOp.BAND))
+        assert "the backend refuses it" in one_error(refused, InvalidArgument)
+    assert gather(ranks, BLOCK_WORDS) == [True] * n_ranks, "the Communicator goes on"
+
+
+@pytest.mark.parametrize("kind", [Sizes, Verdict])
+@pytest.mark.parametrize("wrong", ["damaged", "of another call"])
+def test_what_one_rank_alone_hears_wrongly_is_one_error_on_all(make: Any, kind: Any, wrong: str) -> None:
+    ranks = make(3, Policy(compress="always", verify="wait", timeout_s=5.0))
+    sent: list[bytes] = []
+    send_control = ranks.comms[2]._exchange.transport.send_control
+
+    def to_rank_0(data: bytes, peer: int) -> Any:
+        if peer == 0 and data.startswith(kind.MAGIC) and not sent:
+            sent.append(data)
+            message = kind.parse(data)
+            changed = bytearray(data)
+            changed[60] ^= 1
+            data = bytes(changed) if wrong == "damaged" else replace(message, sequence=message.sequence + 1).pack()
+        return send_control(data, peer)
+
+    ranks.comms[2]._exchange.transport.send_control = to_rank_0
+    began = time.monotonic()
+    first = gather(ranks, BLOCK_WORDS)
+    assert isinstance(first[0], ZipcclError)
+    text = one_error(gather(ranks, BLOCK_WORDS), type(first[0]))
+    assert str(first[0]) == text
+    assert "rank 2" in text
+    assert " to rank 0" in text
+    assert time.monotonic() - began < 4, "not by a missed deadline"
+    assert sent

@@ -124,6 +124,9 @@ class ThreadDevice:
         found: Stream = self._in_use.stream
         return found
 
+    def attach(self) -> None:
+        self._in_use.attached = True
+
     def now(self) -> Event:
         return self.queued_ahead or Event(done=True)
 
@@ -152,6 +155,8 @@ class ThreadDevice:
         self.stream.put(lambda: event.done.wait(60))
 
     def empty(self, n_bytes: int) -> Tensor:
+        assert self._in_use.attached, "by a thread that does not work for this device"
+        assert self.stream, "of no stream: what was queued on another may still use it"
         return torch.full((n_bytes,), 0xA5, dtype=torch.uint8)
 
     def run(self, work: Callable[[], object]) -> None:
