@@ -326,6 +326,26 @@ def test_tensors_let_go_of_right_after_the_call_while_others_take_their_memory(w
         assert bool((other == OTHERS_BITS).all()), "a call has written to memory that was no longer its own"
 
 
+@pytest.mark.proves("WORK-7")
+def test_memory_is_not_given_away_while_a_call_that_another_stream_waited_for_still_uses_it(world):
+    """Taken on the caller's stream, passed and waited for on a second, let go of, and taken again on the first."""
+    comm, lane = world.communicator(), Lane(world.device)
+    others = []
+    for seed, operation in itertools.product(range(3), supported(world, COLLECTIVES)):
+        slot = Slot(world, operation, N)
+        words = there(world, slot.inputs(seed)[world.rank])
+        tensors = [*(out.storage for out in slot.outs), *([] if slot.reads is None else [slot.reads])]
+        sizes = [t.numel() for t in tensors]
+        with lane:
+            slot.fill(words)
+            wait_for(slot.call(comm, async_op=True))
+        del slot, tensors
+        others += [torch.full((n,), OTHERS_BITS, dtype=torch.int16, device=world.device) for n in sizes]
+    synchronize(world.device)
+    for other in others:
+        assert bool((other == OTHERS_BITS).all()), "a call has written to memory that was no longer its own"
+
+
 def memory_of(device: torch.device) -> tuple[int, int]:
     """(bytes that torch has given out on the GPU, bytes of the process), with everything under way done."""
     synchronize(device)
