@@ -66,7 +66,6 @@ def gaussians(operation: str, k: int, n: int, world_size: int) -> list[np.ndarra
 
 
 @pytest.mark.proves("ESC-5")
-@pytest.mark.gpu
 def test_a_distribution_that_shifts_between_calls_stays_exact(world, mode):
     """Nothing learned from one call may be needed by the next, on either side."""
     operations = supported(world, EVERY_OPERATION)

@@ -93,7 +93,6 @@ def test_every_size_from_every_root(world, operation):
 
 @every_operation
 @pytest.mark.proves("BITS-3")
-@pytest.mark.gpu
 def test_every_kind_of_data(world, operation):
     """In the modes in turn; the product of kinds and modes is test_bit_exactness.py's."""
     needs(world, operation)
@@ -499,7 +498,6 @@ def pair_of(world: World) -> int | None:
 @send_recv
 @needs_send_recv
 @pytest.mark.proves("P2P-1", "BITS-1", "BITS-2")
-@pytest.mark.gpu
 def test_send_and_recv_move_every_pattern_and_size_between_all_pairs(world, mode):
     comm, me = world.communicator(mode), world.rank
     for dtype, n in itertools.product(DTYPES, (0, 1, 9, 1009, ALL_PATTERNS)):
@@ -700,7 +698,6 @@ def test_objects_reach_the_ranks_they_are_for(world):
 
 
 @pytest.mark.proves("WORK-5", "WORK-6")
-@pytest.mark.gpu
 def test_nothing_is_read_or_written_once_wait_has_returned(world, mode):
     """Inputs and outputs are the caller's again: what is put there after wait() stays, and is sent to nobody."""
     comm = world.communicator(mode)

@@ -60,7 +60,6 @@ def test_every_nan_becomes_one_pattern_on_any_number_of_ranks(world, nan):
 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.proves("SUM-5")
-@pytest.mark.gpu
 def test_infinities_of_both_signs_give_the_one_nan(world, mode):
     columns = [0x7F80, 0xFF80] * (world.world_size // 2)
     all_equal(reduce_columns(world, world.communicator(mode), columns), NAN, "inf - inf")

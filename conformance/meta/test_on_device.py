@@ -281,4 +281,4 @@ def test_the_selection_for_gpus_has_something_of_every_suite_that_moves_tensors(
     suites = {Path(name.split("::")[0]).stem.removeprefix("test_") for name in selected}
     moving = {"bit_exactness", "collectives", "determinism", "escape_path", "exchange", "load_imbalance", "operations"}
     assert suites == moving | {"sum"}
-    assert len(selected) >= 40
+    assert len(selected) >= 35
