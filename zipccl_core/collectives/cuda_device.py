@@ -45,8 +45,9 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        with torch.cuda.device(device):
-            self._streams = dict(zip(STREAMS, jit.pool_streams(device), strict=False))
+        # Streams of its own: what waits for a peer in a stream holds up all that is behind it, and were that another
+        # Communicator's, two ranks could wait for each other.
+        self._streams = dict(zip(STREAMS, jit.lend_streams(device, len(STREAMS)), strict=True))
 
     def attach(self) -> None:
         # Else a thread is on device 0, and its first query of an event makes a context there.
@@ -87,6 +88,10 @@ class CudaDevice:
 
     def run(self, work: Callable[[], object]) -> None:
         work()
+
+    def release(self) -> None:
+        streams, self._streams = self._streams, {}
+        jit.take_back_streams(list(streams.values()))
 
     def encode(self, words: Sequence[Tensor], codebooks: Sequence[object], frames: Sequence[Tensor]) -> None:
         encode_frames(words, codebooks, frames)  # type: ignore[arg-type]
@@ -131,17 +136,31 @@ def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch
     Raises:
         InvalidArgument: no PyCUDA.
     """
-    made = CudaDevice(device)
     link: Link
-    if has_nccl(group):
+    if has_nccl(group):  # then all ranks are here at once, and must know before they connect that none is missing
+        made = _made_on_all_ranks(exchange, device)
         link = NcclLink(exchange.board, exchange.rank, exchange.size, device, exchange.policy.timeout_s)
     else:
+        made = CudaDevice(device)
 
         def poll(query: Callable[[], bool], deadline: float) -> None:
             exchange.poll(query, deadline, "copying to the host", [exchange.rank])
 
         link = GlooLink(exchange.transport, made, poll)
     return Pipeline(exchange, made, link)
+
+
+def _made_on_all_ranks(exchange: Exchange, device: torch.device) -> CudaDevice:
+    made, trouble = None, ""
+    try:
+        made = CudaDevice(device)
+    except Exception as exc:  # no PyCUDA, or a driver that does not work
+        trouble = str(exc) or type(exc).__name__
+    for rank, text in enumerate(exchange.board.share("device", trouble, exchange.policy.timeout_s)):
+        if text:
+            raise InvalidArgument(f"Communicator: rank {rank} has no device to work with: {text}")
+    assert made is not None
+    return made
 
 
 def has_nccl(group: dist.ProcessGroup) -> bool:

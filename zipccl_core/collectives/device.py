@@ -72,6 +72,9 @@ class Device(Protocol):
     def run(self, work: Callable[[], object]) -> None:
         """Call what queues operations of the framework, as part of the stream in use."""
 
+    def release(self) -> None:
+        """Give back its streams; nothing may be left in them, and nothing comes after it."""
+
     def encode(self, words: Sequence[Tensor], codebooks: Sequence[object], frames: Sequence[Tensor]) -> None:
         """Encode each tensor into its frame buffer; one launch."""
 

@@ -781,6 +781,13 @@ class Exchange:
             sent_natively = sum(call.sends[peer].numel() * call.sends[peer].element_size() for peer in self.peers)
         self.count(call.operation, list(messages.values()), int(call.stage == 0), sent_natively, decision)
 
+    def forget(self) -> None:
+        """Empty the books: what was called so far was nobody's call. With nothing under way."""
+        with self._books_lock:
+            self.stats.clear()
+            self.last_decision, self.last_arrivals = None, []
+            self.arrived_last.clear()
+
     def count(
         self,
         operation: str,

@@ -79,6 +79,8 @@ class NcclLink:
         self._group = dist.ProcessGroup(store, rank, size)
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._backend)
+        # All ranks must connect at once, and in the first post that could not be said: some may have nothing to send.
+        self._backend.eager_connect_single_device(device)
         self._aborted = False
 
     def post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float) -> Posted:

@@ -28,7 +28,7 @@ from ..frame import HEADER_BYTES, parse_header
 from .buffers import CALLS_AT_ONCE, Pool
 from .call import Call, Refused, data_tag, phase_range, title
 from .chunks import Chunk, buffer_bytes, chunks_of
-from .device import Device, Event, HostCopy
+from .device import STREAMS, Device, Event, HostCopy
 from .link import Link, Piece, Posted
 from .message import Sent, dtype_text, raw_view
 from .wire import Sizes
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zipccl")
 
-_ABORT_S = 2.0
-_ABORT_NAP_S = 0.01
+_QUIET_S = 2.0
+_QUIET_NAP_S = 0.001
 
 
 @dataclass
@@ -239,14 +239,27 @@ class Pipeline:
                 log.error("rank %d: after the last call: %s", self._exchange.rank, wrong)
         if self._in_flight or self._abandoned:
             self.link.abort()
-            until = time.monotonic() + _ABORT_S
-            while self._in_flight and not self._in_flight[-1].finished.query() and time.monotonic() < until:
-                time.sleep(_ABORT_NAP_S)
-            self._in_flight.clear()
-            self._abandoned.clear()
         else:
             self.link.close()
+        if self._is_quiet():  # else what the device may still touch lives on with this object
+            self._in_flight.clear()
+            self._abandoned.clear()
+            self.device.release()
         self.pool.close()
+
+    def _is_quiet(self) -> bool:
+        """Whether the device comes to the end of all streams; waits at most _QUIET_S."""
+        self.device.attach()
+        ends = []
+        for stream in STREAMS:
+            with self.device.on(stream):
+                ends.append(self.device.mark())
+        until = time.monotonic() + _QUIET_S
+        while not all(end.query() for end in ends):
+            if time.monotonic() > until:
+                return False
+            time.sleep(_QUIET_NAP_S)
+        return True
 
     # Its steps
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..policy.threshold import NEVER_BYTES, PROBED_BYTES, threshold_bytes
+from .call import Call
 from .exchange import Exchange
 
 ROUNDS = 3
@@ -43,7 +44,10 @@ def probe(exchange: Exchange, calls: Callable[[str, torch.Tensor, torch.Tensor],
             if threshold_bytes({n_bytes: times[n_bytes]}) != NEVER_BYTES:
                 break  # it pays from here on
         exchange.thresholds[kind] = max(threshold_bytes(times), exchange.policy.min_bytes)
-    exchange.stats.clear()
+    exchange.submit(Call("barrier")).wait()  # nothing is under way after it
+    exchange.forget()
+    for pipeline in exchange.pipelines.values():
+        pipeline.pool.close()
 
 
 def _sizes(least_bytes: int) -> Iterator[int]:
@@ -51,10 +55,19 @@ def _sizes(least_bytes: int) -> Iterator[int]:
 
 
 def _time_us(exchange: Exchange, call: Callable[[], Any], device: torch.device) -> float:
-    """From the call until the device is done, microseconds."""
+    """From the call until the device is done, microseconds.
+
+    Raises:
+        ZipcclError: it failed, or is not done by the deadline.
+    """
     clock = exchange.pipelines[device.type].device
     began = time.perf_counter()
     call().wait()
     done = clock.now()
-    exchange.poll(done.query, time.monotonic() + exchange.policy.timeout_s, "probe", exchange.peers)
+    deadline = time.monotonic() + exchange.policy.timeout_s
+    while not done.query():  # not exchange.poll: what peers tell is the progress thread's to hear
+        exchange.check_open("probe")
+        if time.monotonic() > deadline:
+            raise exchange.transport_failed("probe", RuntimeError("timed out"), exchange.peers)
+        time.sleep(0)
     return (time.perf_counter() - began) * 1e6

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -756,3 +758,184 @@ def test_what_one_rank_alone_hears_wrongly_is_one_error_on_all(make: Any, kind: 
     assert " to rank 0" in text
     assert time.monotonic() - began < 4, "not by a missed deadline"
     assert sent
+
+
+# Endings
+
+
+def test_the_progress_thread_outlives_what_fails_on_the_device_after_a_call(make: Any) -> None:
+    ranks = make(2, Policy(compress="always", timeout_s=10.0))
+
+    def fail(rows: Any) -> Any:
+        raise RuntimeError("a launch failed long ago")
+
+    ranks.devices[1].headers = fail
+    assert gather(ranks, BLOCK_WORDS) == [True] * 2
+    time.sleep(0.1)  # between calls the thread looks after the device
+    began = time.monotonic()
+    text = one_error(ranks.each(lambda rank: ranks.comms[rank].barrier()), PeerError)
+    assert "rank 1" in text
+    assert "a launch failed long ago" in text
+    assert time.monotonic() - began < 5
+
+
+def test_calls_under_way_are_finished_when_their_communicator_is_dropped(make: Any) -> None:
+    ranks, n = make(2, pause_s=0.02), 2 * BLOCK_WORDS
+    inputs = [data(n, r) for r in range(2)]
+
+    def run(rank: int) -> bool:
+        out = nothing(2 * n)
+        work = ranks.comms[rank].all_gather_into_tensor(out, inputs[rank], async_op=True)
+        ranks.comms[rank]._exchange.stop(0)
+        return work.wait() and same(out, torch.cat(inputs))
+
+    assert ranks.each(run) == [True] * 2
+    assert not any(link.aborted for link in ranks.links)
+
+
+def test_a_peer_that_dies_while_words_travel_is_an_error_at_the_next_call_or_at_close(make: Any) -> None:
+    ranks = make(2, Policy(compress="always", timeout_s=60.0))
+    link = ranks.links[0]
+
+    def stall(peer: int, received: torch.Tensor) -> None:
+        while not link.aborted:
+            time.sleep(0.01)
+
+    link.change = stall
+    out = nothing(2 * BLOCK_WORDS)
+    works = ranks.each(
+        lambda r: ranks.comms[r].all_gather_into_tensor(
+            out if r == 0 else nothing(2 * BLOCK_WORDS), data(BLOCK_WORDS, r), async_op=True
+        )
+    )
+    began = time.monotonic()
+    while not all(work._calls[0].done.is_set() for work in works):
+        time.sleep(0.01)
+    ranks.comms[1]._exchange.transport.abort()  # its connections close, as when it dies
+    assert works[0].wait(), "late: the words may be wrong"
+    assert time.monotonic() - began < 10, "the streams go on before the deadline"
+    with pytest.raises(PeerError, match="rank 1"):
+        ranks.comms[0].close()
+    ranks.comms[0].close()
+
+
+def test_what_a_failed_call_used_is_kept_until_the_device_is_done_with_it(make: Any) -> None:
+    """Neither the pool nor the framework's allocator may give to others what a device still writes to."""
+    ranks = make(2, Policy(compress="always", timeout_s=0.5))
+    gate = Event()
+    ranks.devices[0].queued_ahead = gate
+    outs = [nothing(2 * BLOCK_WORDS) for _ in range(2)]
+    errors = ranks.each(lambda r: ranks.comms[r].all_gather_into_tensor(outs[r], data(BLOCK_WORDS, r)))
+    assert isinstance(errors[0], RankTimeout)
+    errors.clear()  # their tracebacks hold what was given
+    storage = weakref.ref(outs[0].untyped_storage())
+    outs.clear()
+    gc.collect()
+    assert storage() is not None
+    gate.done.set()
+    ranks.each(lambda rank: ranks.comms[rank].close())
+    gc.collect()
+    assert storage() is None
+
+
+@pytest.mark.parametrize("verify", ["auto", "late"])
+def test_every_control_message_of_a_call_that_failed_is_waited_for(make: Any, verify: Any) -> None:
+    """gloo never delivers a send that is let go of before it is done."""
+    ranks, n = make(3, Policy(compress="always", verify=verify, timeout_s=10.0)), BLOCK_WORDS
+    left: list[Any] = []
+
+    class Watched:
+        def __init__(self, work: Any) -> None:
+            self.work = work
+            left.append(self)
+
+        def wait(self, timeout: Any) -> None:
+            self.work.wait(timeout)
+            left.remove(self)
+
+    for comm in ranks.comms:
+        transport = comm._exchange.transport
+        transport.send_control = lambda data, peer, send=transport.send_control: Watched(send(data, peer))
+    sizes = [n, n, n + 1]
+    one_error(
+        ranks.each(lambda r: ranks.comms[r].all_gather_into_tensor(nothing(3 * sizes[r]), data(sizes[r], r))), PeerError
+    )
+    assert left == []
+
+
+def test_a_long_error_has_one_text_on_all_ranks(make: Any) -> None:
+    ranks = make(2)
+    ranks.pipeline(0)._wrong = CorruptFrame("é" * 2000)
+    errors = gather(ranks, BLOCK_WORDS)
+    assert len(one_error(errors, CorruptFrame)) > 100
+
+
+@pytest.mark.parametrize("first", ["refused", "host"])
+def test_verified_late_an_error_is_raised_by_the_same_calls_on_all_ranks(make: Any, first: str) -> None:
+    """Some ranks meet the error in a call on the device, others in one on the host."""
+    ranks = make(3, Policy(compress="always", verify="late", timeout_s=10.0))
+    if first == "host":  # a call on the host that all ranks find wrong, but only after it has returned
+        aside = [comm._exchange.pipelines.pop("cpu") for comm in ranks.comms]
+        ranks.each(lambda r: ranks.comms[r].all_gather_into_tensor(nothing(3 * (9 + r // 2)), data(9 + r // 2, r)))
+        for comm, pipeline in zip(ranks.comms, aside, strict=True):
+            comm._exchange.pipelines["cpu"] = pipeline
+
+    def refused_on_rank_1(rank: int) -> None:
+        ranks.comms[rank].all_gather_into_tensor(nothing(3 * 100 - (rank == 1)), data(100, rank))
+
+    if first == "host":
+        assert "9 elements" in one_error(ranks.each(refused_on_rank_1), PeerError)
+        one_error(ranks.each(lambda rank: ranks.comms[rank].barrier()), InvalidArgument)
+    else:
+        one_error(ranks.each(refused_on_rank_1), InvalidArgument)
+    assert ranks.each(lambda rank: ranks.comms[rank].barrier()) == [None] * 3
+    assert gather(ranks, BLOCK_WORDS) == [True] * 3
+
+
+def test_a_pipeline_may_be_made_while_another_is_settled(make: Any) -> None:
+    ranks = make(2)
+    for comm in ranks.comms:
+        pipelines = comm._exchange.pipelines
+        settle = pipelines["cpu"].settle
+
+        def and_make(pipelines: Any = pipelines, settle: Any = settle) -> Any:
+            pipelines.setdefault("other", pipelines["cpu"])
+            return settle()
+
+        pipelines["cpu"].settle = and_make
+    assert ranks.each(lambda rank: ranks.comms[rank].barrier()) == [None] * 2
+    for comm in ranks.comms:
+        comm._exchange.pipelines.pop("other")
+
+
+def test_the_probe_leaves_nothing_behind(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks = make(2, Policy(compress="auto", min_bytes=1 << 20, timeout_s=20.0), link="straight")
+    monkeypatch.setattr(probe_module, "PROBED_BYTES", (1 << 20,))
+    monkeypatch.setattr(probe_module, "ROUNDS", 1)
+    ranks.each(lambda r: probe_module.probe(ranks.comms[r]._exchange, ranks.comms[r]._probed, torch.device("cpu")))
+    for comm in ranks.comms:
+        assert comm.last_decision is None
+        assert comm.last_arrivals == []
+        assert comm.arrived_last == {}
+        assert comm.stats().keys() == {"device_buffers"}
+        assert comm.stats()["device_buffers"]["held_bytes"] == 0
+
+
+def test_the_probe_hears_nothing_that_is_for_the_progress_thread(make: Any) -> None:
+    ranks = make(2)
+    exchange = ranks.comms[0]._exchange
+    heard: list[Any] = []
+    exchange._take = heard.append
+    done = Event()
+    ranks.devices[0].queued_ahead = done
+    exchange.transport.inbox.put("a message")
+    threading.Timer(0.2, done.done.set).start()
+
+    class Call:
+        def wait(self) -> None:
+            pass
+
+    probe_module._time_us(exchange, Call, torch.device("cpu"))
+    assert heard == []
+    assert exchange.transport.inbox.get_nowait() == "a message"
+    del exchange._take

@@ -56,6 +56,10 @@ class Stream:
     def put(self, work: Callable[[], object]) -> None:
         self._work.put(work)
 
+    @property
+    def busy(self) -> bool:
+        return not self._work.empty()
+
     def close(self) -> None:
         self._work.put(None)
         self._thread.join(10)
@@ -110,11 +114,13 @@ class ThreadDevice:
         self.streams = {name: Stream(pause_s) for name in (*STREAMS, "link")}
         self._in_use = threading.local()
         self.queued_ahead: Event | None = None
+        self.released_busy = False
         self.capturing = False
 
     def close(self) -> None:
         for stream in self.streams.values():
             stream.close()
+        assert not self.released_busy, "streams were given back with work in them"
         failed = next((s.failed for s in self.streams.values() if s.failed), None)
         if failed:
             raise failed
@@ -161,6 +167,9 @@ class ThreadDevice:
 
     def run(self, work: Callable[[], object]) -> None:
         self.stream.put(work)
+
+    def release(self) -> None:
+        self.released_busy = any(self.streams[name].busy for name in STREAMS)
 
     def codebooks(self, words: Sequence[Tensor], kind: str | Codebook) -> list[list[Codebook]]:
         found: list[list[Codebook]] = [[] for _ in words]
@@ -273,7 +282,7 @@ class ThreadLink:
                 for transfer in out:
                     transfer.wait(timedelta(seconds=60))
             except RuntimeError:
-                if not self.aborted:
+                if not self.aborted and self._transport._groups:  # else all connections are closed on purpose
                     raise
             finally:
                 arrived.done.set()
