@@ -265,6 +265,7 @@ class ThreadLink:
         self._transport, self._device = transport, device
         self.change: Callable[[int, Tensor], None] = lambda peer, data: None
         self.aborted = False
+        self._gone = threading.Event()
         self.posts: list[list[int]] = []
 
     def post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float) -> Any:
@@ -281,8 +282,8 @@ class ThreadLink:
                     self.change(piece.peer, piece.data)
                 for transfer in out:
                     transfer.wait(timedelta(seconds=60))
-            except RuntimeError:
-                if not self.aborted and self._transport._groups:  # else all connections are closed on purpose
+            except RuntimeError:  # a peer is gone: as with NCCL, the stream hangs until it is aborted
+                if not self._gone.wait(60):
                     raise
             finally:
                 arrived.done.set()
@@ -295,6 +296,7 @@ class ThreadLink:
 
     def abort(self) -> None:
         self.aborted = True
+        self._gone.set()
         self._transport.abort()
 
     def close(self) -> None:
