@@ -10,10 +10,12 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
+from ..errors import InvalidArgument, PeerError, ZipcclError
 from ..policy.switch import Decision
 from .exchange import Exchange
 from .message import Sent
@@ -59,13 +61,21 @@ def go_straight(
 
     Raises:
         ZipcclError: what has finished this Communicator.
+        InvalidArgument: the backend refuses the arguments; on this rank.
     """
     exchange.check_open(operation)
     last = exchange.last_call
     if last is not None and not last.done.is_set():  # both use one connection, whose order must be every rank's
         last.done.wait()  # each call before it has a deadline; giving up here alone would put the ranks out of step
         exchange.check_open(operation)
-    work = start()
+    try:
+        work = start()
+    except (ZipcclError, torch.cuda.OutOfMemoryError):
+        raise
+    except dist.DistError as exc:  # of the connections, which nobody can use any more
+        raise exchange.give_up(PeerError(f"{operation}: rank {exchange.rank} failed: {exc}"), exc) from exc
+    except (RuntimeError, ValueError, TypeError) as exc:
+        raise InvalidArgument(f"{operation}: the backend refuses it: {exc} (on rank {exchange.rank})") from exc
     decision = Decision("native", reason, operation, -1)
     exchange.count(operation, [Sent(raw_bytes, raw_bytes, words)], 1, decision=decision)
     return work

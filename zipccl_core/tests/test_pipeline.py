@@ -939,3 +939,11 @@ def test_the_probe_hears_nothing_that_is_for_the_progress_thread(make: Any) -> N
     assert heard == []
     assert exchange.transport.inbox.get_nowait() == "a message"
     del exchange._take
+
+
+def test_what_the_backend_refuses_of_a_straight_call_is_an_argument_s_error(make: Any) -> None:
+    ranks = make(2, Policy(compress="never", timeout_s=10.0), link="straight")
+    errors = ranks.each(lambda rank: ranks.comms[rank].all_gather_into_tensor(nothing(3), nothing(2)))
+    assert [type(error) for error in errors] == [InvalidArgument] * 2
+    assert all("the backend refuses it" in str(error) for error in errors)
+    assert gather(ranks, 9) == [True] * 2
