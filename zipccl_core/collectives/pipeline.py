@@ -145,31 +145,32 @@ class Pipeline:
                 Communicator is finished.
         """
         self.device.attach()
-        while len(self._in_flight) >= CALLS_AT_ONCE:
-            self._retire(self._in_flight[0])
         exchange = self._exchange
-        outgoing, incoming, buffers = self._plan(call)
+        outgoing: dict[int, _Message] = {}
+        incoming: dict[int, _Message] = {}
+        buffers: list[Tensor] = []
         try:
+            while len(self._in_flight) >= CALLS_AT_ONCE:
+                self._retire(self._in_flight[0])
+            outgoing, incoming, buffers = self._plan(call)
             flight = self._carry(call, outgoing, incoming, deadline)
+            if isinstance(flight, ZipcclError):
+                error: ZipcclError | None = flight
+                self.pool.give_back(buffers)
+            else:
+                flight.buffers = buffers
+                self._in_flight.append(flight)
+                exchange.account(call, {peer: message.sent() for peer, message in outgoing.items()})
+                error = self._verified(call, flight, deadline) if exchange.policy.verify == "wait" else None
         except BaseException as exc:
             # The device may still be busy with them: neither the pool nor the framework may give them to anybody.
             self._abandoned += [buffers, call.sends, call.receives, call.finish, outgoing, incoming]
             if exchange.broken is None and isinstance(exc, ZipcclError):  # this rank alone has seen it
-                error = type(exc)(f"{title(call)}: on rank {exchange.rank}: {exc}")
-                raise exchange.give_up(error, exc) from exc
+                alone = type(exc)(f"{title(call)}: on rank {exchange.rank}: {exc}")
+                raise exchange.give_up(alone, exc) from exc
             raise
-        if isinstance(flight, ZipcclError):
-            self.pool.give_back(buffers)
-            raise flight
-        flight.buffers = buffers
-        self._in_flight.append(flight)
-        exchange.account(call, {peer: message.sent() for peer, message in outgoing.items()})
-        if exchange.policy.verify == "wait":
-            self._retire(flight)
-            wrong, self._wrong = self._wrong, None
-            error_of_all = exchange.share(call, None if wrong is None else Refused(wrong, False), deadline)
-            if error_of_all is not None:
-                raise error_of_all
+        if error is not None:
+            raise error
 
     def _carry(
         self, call: Call, outgoing: dict[int, _Message], incoming: dict[int, _Message], deadline: float
@@ -204,6 +205,12 @@ class Pipeline:
         kept = [call.sends, call.receives, call.finish, outgoing, encoded]
         control_sends, call.control_sends = call.control_sends, []
         return _InFlight(title(call), deadline, finished, verdicts, incoming, [], control_sends, kept)
+
+    def _verified(self, call: Call, flight: _InFlight, deadline: float) -> ZipcclError | None:
+        """What is wrong with a call, on any rank, once the device is done with it."""
+        self._retire(flight)
+        wrong, self._wrong = self._wrong, None
+        return self._exchange.share(call, None if wrong is None else Refused(wrong, False), deadline)
 
     def settle(self) -> ZipcclError | None:
         """Wait, bounded, for everything under way; what was wrong with it as far as this rank knows, once."""

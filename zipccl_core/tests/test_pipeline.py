@@ -947,3 +947,20 @@ def test_what_the_backend_refuses_of_a_straight_call_is_an_argument_s_error(make
     assert [type(error) for error in errors] == [InvalidArgument] * 2
     assert all("the backend refuses it" in str(error) for error in errors)
     assert gather(ranks, 9) == [True] * 2
+
+
+@pytest.mark.parametrize("step", ["_plan", "_encode", "_phase_one", "_phase_two", "_decode", "_retire"])
+@pytest.mark.parametrize("kind", [RuntimeError, CorruptFrame])
+def test_what_fails_on_one_rank_in_any_step_is_one_error_on_all(make: Any, step: str, kind: Any) -> None:
+    ranks = make(3, Policy(compress="always", verify="wait", timeout_s=10.0))
+
+    def fail(*args: Any) -> Any:
+        raise kind("no such luck")
+
+    setattr(ranks.pipeline(1), step, fail)
+    began = time.monotonic()
+    gather(ranks, BLOCK_WORDS)
+    text = one_error(gather(ranks, BLOCK_WORDS), PeerError if kind is RuntimeError else kind)
+    assert "rank 1" in text
+    assert "no such luck" in text
+    assert time.monotonic() - began < 5
