@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class CudaDevice:
         self._device = device
         # Streams of its own: what waits for a peer in a stream holds up all that is behind it, and were that another
         # Communicator's, two ranks could wait for each other.
-        self._streams = dict(zip(STREAMS, jit.lend_streams(device, len(STREAMS)), strict=True))
+        self._streams = dict(zip(STREAMS, _lend_streams(device, len(STREAMS)), strict=True))
 
     def attach(self) -> None:
         # Else a thread is on device 0, and its first query of an event makes a context there.
@@ -91,7 +92,7 @@ class CudaDevice:
 
     def release(self) -> None:
         streams, self._streams = self._streams, {}
-        jit.take_back_streams(list(streams.values()))
+        _take_back_streams(list(streams.values()))
 
     def encode(self, words: Sequence[Tensor], codebooks: Sequence[object], frames: Sequence[Tensor]) -> None:
         encode_frames(words, codebooks, frames)  # type: ignore[arg-type]
@@ -128,6 +129,32 @@ class CudaDevice:
             except ZipcclError as error:
                 found.append(error)
         return found
+
+
+_idle: dict[int, list[Any]] = {}
+"""Device index → streams of PyCUDA's making that were lent and are not in use."""
+
+
+def _lend_streams(device: torch.device, count: int) -> list[torch.cuda.ExternalStream]:
+    """As many streams that nobody else has, until they are taken back; kernels are launched from them without events.
+
+    Non-blocking with respect to the default stream.
+    """
+    found = jit.device_of(torch.empty(0, device=device))
+    with found.lock, found.pushed():
+        idle = _idle.setdefault(found.index, [])
+        make = type(found.streams[0])
+        lent = [idle.pop() if idle else make(1) for _ in range(count)]
+        found.by_handle.update({int(stream.handle): stream for stream in lent})
+    return [torch.cuda.ExternalStream(int(s.handle), device=found.index) for s in lent]  # type: ignore[no-untyped-call]
+
+
+def _take_back_streams(streams: Sequence[torch.cuda.ExternalStream]) -> None:
+    """Lend them to others from now on. Nothing may be left in them."""
+    for stream in streams:
+        found = jit.device_of(torch.empty(0, device=stream.device))
+        with found.lock:
+            _idle[found.index].append(found.by_handle[stream.cuda_stream])
 
 
 def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Pipeline:

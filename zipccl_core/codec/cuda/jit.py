@@ -398,7 +398,6 @@ class _Device:
             self.streams = [driver.Stream(1) for _ in range(STREAMS_A_DEVICE)]
         self.external = [torch.cuda.ExternalStream(int(s.handle), device=index) for s in self.streams]  # type: ignore[no-untyped-call]
         self.by_handle = {int(stream.handle): stream for stream in self.streams}
-        self.idle: list[Any] = []
 
     @contextlib.contextmanager
     def pushed(self) -> Iterator[None]:
@@ -529,26 +528,6 @@ def pool_streams(device: torch.device | int) -> list[torch.cuda.ExternalStream]:
     """
     index = device if isinstance(device, int) else device.index or 0
     return list(device_of(torch.empty(0, device=f"cuda:{index}")).external)
-
-
-def lend_streams(device: torch.device | int, count: int) -> list[torch.cuda.ExternalStream]:
-    """As many streams that nobody else has, until `take_back_streams`: no work but the borrower's stands in them.
-
-    Launches from them need no events. Non-blocking with respect to the default stream.
-    """
-    found = device_of(torch.empty(0, device=torch.device("cuda", device) if isinstance(device, int) else device))
-    with found.lock, found.pushed():
-        lent = [found.idle.pop() if found.idle else _driver().Stream(1) for _ in range(count)]
-        found.by_handle.update({int(stream.handle): stream for stream in lent})
-    return [torch.cuda.ExternalStream(int(s.handle), device=found.index) for s in lent]  # type: ignore[no-untyped-call]
-
-
-def take_back_streams(streams: Sequence[torch.cuda.ExternalStream]) -> None:
-    """Lend them to others from now on. Nothing may be left in them."""
-    for stream in streams:
-        found = _devices[stream.device.index]
-        with found.lock:
-            found.idle.append(found.by_handle[stream.cuda_stream])
 
 
 # --- Job tables -------------------------------------------------------------------------------------------------------
