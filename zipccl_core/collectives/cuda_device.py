@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,6 +24,17 @@ from .device import STREAMS, Event
 from .exchange import Exchange
 from .link import GlooLink, Link, NcclLink
 from .pipeline import Pipeline
+
+
+_thread = threading.local()
+_THREAD_LOCAL_MODE = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+def _keep_out_of_captures() -> None:
+    """This thread's queries and allocations are no error of a graph that another thread captures meanwhile."""
+    with contextlib.suppress(OSError, AttributeError):
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL_MODE)))
 
 
 class _Copy:
@@ -53,6 +66,9 @@ class CudaDevice:
     def attach(self) -> None:
         # Else a thread is on device 0, and its first query of an event makes a context there.
         torch.cuda.set_device(self._device)
+        if not getattr(_thread, "queries_in_peace", False):
+            _thread.queries_in_peace = True
+            _keep_out_of_captures()
 
     def now(self) -> torch.cuda.Event:
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()

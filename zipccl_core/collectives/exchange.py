@@ -50,7 +50,7 @@ _GRACE_S = 1.0
 _SWEEP_S = 0.002
 _PATIENCE_S = 0.002  # what is less late is waited for: watching transfers costs a thread each
 _SPINS = 50
-_NAP_S = 50e-6
+_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 EXIT_S = 5.0
 
 _Told = TypeVar("_Told", Sizes, Verdict)
@@ -700,6 +700,7 @@ class Exchange:
             ranks: whom a missed deadline names.
         """
         gone: int | None = None
+        began = time.monotonic()
         for spin in itertools.count():
             if query():
                 return
@@ -709,7 +710,9 @@ class Exchange:
                 if gone is not None:
                     raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
                 raise self.transport_failed(what, RuntimeError("timed out"), ranks)
-            time.sleep(0 if spin < _SPINS else _NAP_S)
+            # Naps grow to a twentieth of what has been waited: whoever looks often takes the interpreter from others.
+            nap_s = min(max(_NAP_S, (time.monotonic() - began) / 20), _LONGEST_NAP_S)
+            time.sleep(0 if spin < _SPINS else nap_s)
 
     def lost_peer(self) -> int | None:
         """A peer that is gone, if one is; never waits. On the progress thread."""
