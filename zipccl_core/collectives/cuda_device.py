@@ -25,7 +25,6 @@ from .exchange import Exchange
 from .link import GlooLink, Link, NcclLink
 from .pipeline import Pipeline
 
-
 _thread = threading.local()
 _THREAD_LOCAL_MODE = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
