@@ -45,6 +45,7 @@ class Call:
         device: type of the device that the tensors are on, empty if there are none; "cpu" unless a Pipeline takes it.
         target: of an ordered reduction on a device, where the sum goes; `receives` then tell sizes only.
         issued: on a device, what the caller's stream held when the call was issued.
+        straight: on a device, starts the backend's own call, of which nobody is told; the Work.
         on, finished: once the call is over for the host: the device that still works on it, and until when.
     """
 
@@ -76,6 +77,7 @@ class Call:
     device: str = ""
     target: torch.Tensor | None = None
     issued: Event | None = None
+    straight: Callable[[], Any] | None = None
     on: Device | None = None
     finished: Event | None = None
 
@@ -116,7 +118,7 @@ def data_tag(call: Call) -> int:
 
 def title(call: Call) -> str:
     """What an error calls the call."""
-    return f"{call.operation} #{call.sequence}"
+    return f"{call.operation} #{call.sequence}" if call.straight is None else call.operation
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
 from .probe import probe
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
-from .straight import StraightWork, go_straight
+from .straight import go_straight
 
 LEAST_MEETING_S = 10.0
 
@@ -121,8 +121,14 @@ class Communicator:
             return [self._gathering(flat_in, slots, n, finish)]
 
         if (group := self._straight("gather", input_tensor)) is not None:
-            start = self._starting(output_tensor, input_tensor, lambda out, into: straight.gather(group, out, into))
-            return self._go_straight("all_gather_into_tensor", start, input_tensor, self._size - 1, async_op)
+            return self._go_straight(
+                "all_gather_into_tensor",
+                output_tensor,
+                input_tensor,
+                lambda out, into: straight.gather(group, out, into),
+                self._size - 1,
+                async_op,
+            )
         return self._issue("all_gather_into_tensor", build, async_op)
 
     def reduce_scatter_tensor(
@@ -163,8 +169,14 @@ class Communicator:
 
         if (found := self._straight_reduction(output, 1, op)) is not None:
             group, spec = found
-            start = self._starting(output, input, lambda out, into: straight.reduce_scatter(group, out, into, spec))
-            return self._go_straight("reduce_scatter_tensor", start, output, self._size - 1, async_op)
+            return self._go_straight(
+                "reduce_scatter_tensor",
+                output,
+                input,
+                lambda out, into: straight.reduce_scatter(group, out, into, spec),
+                self._size - 1,
+                async_op,
+            )
         return self._issue("reduce_scatter_tensor", build, async_op)
 
     def all_to_all_single(
@@ -205,8 +217,14 @@ class Communicator:
 
         equal = not input_split_sizes and not output_split_sizes
         if equal and (group := self._straight("all_to_all", input, self._size)) is not None:
-            start = self._starting(output, input, lambda out, into: straight.exchange_parts(group, out, into))
-            return self._go_straight("all_to_all_single", start, input, (self._size - 1) / self._size, async_op)
+            return self._go_straight(
+                "all_to_all_single",
+                output,
+                input,
+                lambda out, into: straight.exchange_parts(group, out, into),
+                (self._size - 1) / self._size,
+                async_op,
+            )
         return self._issue("all_to_all_single", build, async_op)
 
     def all_gather(
@@ -271,8 +289,14 @@ class Communicator:
 
         if (found := self._straight_reduction(tensor, self._size, op)) is not None:
             group, spec = found
-            start = self._starting(tensor, tensor, lambda out, into: straight.all_reduce(group, out, spec))
-            return self._go_straight("all_reduce", start, tensor, 2 * (self._size - 1) / self._size, async_op)
+            return self._go_straight(
+                "all_reduce",
+                tensor,
+                tensor,
+                lambda out, into: straight.all_reduce(group, out, spec),
+                2 * (self._size - 1) / self._size,
+                async_op,
+            )
         return self._issue("all_reduce", build, async_op)
 
     def broadcast(
@@ -303,9 +327,10 @@ class Communicator:
 
         if (group := self._straight("gather", tensor)) is not None:
             root = self._root("src", src, group_src)
-            start = self._starting(tensor, tensor, lambda out, into: straight.broadcast(group, out, root))
             others = self._size - 1 if self._rank == root else 0
-            return self._go_straight("broadcast", start, tensor, others, async_op)
+            return self._go_straight(
+                "broadcast", tensor, tensor, lambda out, into: straight.broadcast(group, out, root), others, async_op
+            )
         return self._issue("broadcast", build, async_op)
 
     def scatter(
@@ -621,36 +646,36 @@ class Communicator:
         pipeline = pipelines.get(tensor.device.type)
         return None if pipeline is None or not pipeline.link.straight else pipeline.link.group()
 
-    def _starting(
-        self, output: torch.Tensor, input: torch.Tensor, call: Callable[[torch.Tensor, torch.Tensor], Any]
-    ) -> Callable[[], StraightWork]:
-        """What starts a call of the backend on these tensors, strided ones by way of flat copies."""
-
-        def start() -> StraightWork:
-            if output is input:
-                flat_out, finish = _flat_output(output)
-                if not output.is_contiguous():
-                    flat_out.copy_(output.detach().reshape(-1))
-                return StraightWork(call(flat_out, flat_out), finish)
-            self._check_pair(output, input)
-            if output.is_contiguous() and input.is_contiguous():
-                return StraightWork(call(output.detach().view(-1), input.detach().view(-1)), lambda: None)
-            flat_out, finish = _flat_output(output)
-            return StraightWork(call(flat_out, _flat_input(input, output)), finish)
-
-        return start
-
     def _go_straight(
-        self, operation: str, start: Callable[[], StraightWork], tensor: torch.Tensor, times: float, async_op: bool
+        self,
+        operation: str,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        start: Callable[[torch.Tensor, torch.Tensor], Any],
+        times: float,
+        async_op: bool,
     ) -> Work | None:
-        """Start a call of the backend; `times` the tensor goes to others."""
-        words = int(tensor.numel() * times)
-        reason = explain_straight(self._policy, dtype_text(tensor.dtype))
-        work = go_straight(self._exchange, operation, start, words, words * tensor.element_size(), reason)
-        if async_op:
-            return cast(Work, work)
-        work.wait()
-        return None
+        """Start a call of the backend on flat tensors; what this rank sends is `times` as much as the smaller of both.
+
+        Args:
+            output, input: the same tensor for what is done in place.
+        """
+        self._check_pair(output, input)
+        is_strided = not output.is_contiguous()
+        flat_out, finish = _flat_output(output)
+        if output is input:
+            if is_strided:
+                flat_out.copy_(output.detach().reshape(-1))
+            flat_in = flat_out
+        elif is_strided or not input.is_contiguous():
+            flat_in = _flat_input(input, output)
+        else:
+            flat_in = input.detach().view(-1)
+        words = int(min(flat_in.numel(), flat_out.numel()) * times)
+        call = Call(operation, device=output.device.type, finish=finish, straight=lambda: start(flat_out, flat_in))
+        reason = explain_straight(self._policy, dtype_text(output.dtype))
+        sent_bytes = words * output.element_size()
+        return cast("Work | None", go_straight(self._exchange, call, async_op, is_strided, words, sent_bytes, reason))
 
     def _probed(self, kind: str, out: torch.Tensor, words: torch.Tensor) -> Any:
         """A call of a kind, for `probe`."""

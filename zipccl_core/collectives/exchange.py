@@ -200,6 +200,15 @@ class Exchange:
             except RuntimeError as exc:
                 call.send_failure = call.send_failure or (peer, exc)
 
+    def follow(self, call: Call) -> Work:
+        """Hand a straight call to the progress thread, behind all others: it has no number."""
+        with self._lock:
+            self.check_open(call.operation)
+            call.issued = self.pipelines[call.device].device.now()
+            self._calls.put(call)
+            self.last_call = call
+        return Work([call])
+
     def check_open(self, operation: str) -> None:
         """Raise what finished this Communicator, if anything did."""
         if self.broken is not None:
@@ -242,7 +251,7 @@ class Exchange:
             finally:
                 call.finish = lambda: None  # let go of the caller's tensors
                 call.sends, call.receives, call.messages, call.native, call.before = [], [], {}, None, None
-                call.target = call.issued = None
+                call.target = call.issued = call.straight = None
                 call.done.set()
                 del call
         for pipeline in list(self.pipelines.values()):
@@ -274,6 +283,10 @@ class Exchange:
             raise again(self.broken)
         deadline = time.monotonic() + self.policy.timeout_s
         pipeline = self.pipelines.get(call.device)
+        if call.straight is not None:
+            assert pipeline is not None
+            pipeline.follow(call, deadline)
+            return
         if call.before is not None and call.before.error is not None:
             self.end_transfers(call, [], deadline)
             raise again(call.before.error)

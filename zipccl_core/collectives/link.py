@@ -51,6 +51,9 @@ class Link(Protocol):
     def group(self) -> Any:
         """The backend's process group, for collectives of its own."""
 
+    def begin(self, start: Callable[[], Any]) -> Posted:
+        """Start a collective of the group, after what the stream in use holds; only where `straight`."""
+
     def abort(self) -> None:
         """Give up everything under way: streams that wait for it go on. From any thread; may be repeated."""
 
@@ -95,6 +98,9 @@ class NcclLink:
 
     def group(self) -> Any:
         return self._group
+
+    def begin(self, start: Callable[[], Any]) -> Posted:
+        return _Ordered(start())
 
     def abort(self) -> None:
         if not self._aborted:
@@ -150,6 +156,9 @@ class GlooLink:
 
     def group(self) -> Any:
         return self._transport.group("native")
+
+    def begin(self, start: Callable[[], Any]) -> Posted:
+        raise NotImplementedError("nothing goes straight to gloo")
 
     def abort(self) -> None:
         self._transport.abort()

@@ -150,7 +150,7 @@ class Pipeline:
         incoming: dict[int, _Message] = {}
         buffers: list[Tensor] = []
         try:
-            while len(self._in_flight) >= CALLS_AT_ONCE:
+            while sum(bool(flight.buffers) for flight in self._in_flight) >= CALLS_AT_ONCE:
                 self._retire(self._in_flight[0])
             outgoing, incoming, buffers = self._plan(call)
             flight = self._carry(call, outgoing, incoming, deadline)
@@ -171,6 +171,20 @@ class Pipeline:
             raise
         if error is not None:
             raise error
+
+    def follow(self, call: Call, deadline: float) -> None:
+        """Start a straight call behind what has been posted; when it returns, `call.finished` is what to wait for."""
+        self.device.attach()
+        assert call.straight is not None
+        assert call.issued is not None
+        with self.device.on("move"), phase_range(call, "move"):
+            self.device.after(call.issued)
+            posted = self.link.begin(call.straight)
+            self._arrive(call, posted, deadline)
+            self.device.run(call.finish)
+            call.finished, call.on = self.device.mark(), self.device
+        kept = [call.straight, call.finish]
+        self._in_flight.append(_InFlight(title(call), deadline, call.finished, [], {}, [], [], kept))
 
     def _carry(
         self, call: Call, outgoing: dict[int, _Message], incoming: dict[int, _Message], deadline: float

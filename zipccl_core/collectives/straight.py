@@ -7,7 +7,6 @@ is exchanged about them: they have the backend's guarantees only, and cost what 
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,85 +16,81 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 
 from ..errors import InvalidArgument, PeerError, ZipcclError
 from ..policy.switch import Decision
+from .call import Call
 from .exchange import Exchange
-from .message import Sent
+from .message import Sent, raw_view
 from .reduce import ReduceSpec
 
 
-class StraightWork:
-    """A Work of the backend, and what brings its result into a strided output; the methods of torch's Work."""
-
-    def __init__(self, work: Any, finish: Callable[[], None]) -> None:
-        self._work, self._finish = work, finish
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """As the backend's: the current stream waits."""
-        done = bool(self._work.wait() if timeout is None else self._work.wait(timeout))
-        finish, self._finish = self._finish, lambda: None
-        finish()
-        return done
-
-    def is_completed(self) -> bool:
-        """As the backend's."""
-        return bool(self._work.is_completed())
-
-    def is_success(self) -> bool:
-        """As the backend's."""
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> BaseException | None:
-        """As the backend's."""
-        found: BaseException | None = self._work.exception()
-        return found
-
-
 def go_straight(
-    exchange: Exchange, operation: str, start: Callable[[], Any], words: int, raw_bytes: int, reason: str
+    exchange: Exchange, call: Call, async_op: bool, is_strided: bool, words: int, raw_bytes: int, reason: str
 ) -> Any:
-    """Start a call of the backend behind everything that this Communicator has under way; its Work.
+    """Start a call of the backend; behind the calls that this Communicator still has to queue, if there are any.
+
+    All of them use one connection, whose order must be every rank's. A call that stands behind others is started by the
+    progress thread, as is one whose result has to be brought into a strided output whether or not it is waited for.
 
     Args:
-        start: makes the call.
+        call: with operation, device, `straight` and `finish`.
+        async_op: give its Work.
+        is_strided: `finish` has something to do.
         words, raw_bytes: that this rank sends to others, for the books.
         reason: for last_decision.
+
+    Returns:
+        A Work, or None once the current stream waits for the result.
 
     Raises:
         ZipcclError: what has finished this Communicator.
         InvalidArgument: the backend refuses the arguments; on this rank.
     """
-    exchange.check_open(operation)
+    exchange.check_open(call.operation)
+    start = call.straight
+    assert start is not None
+    call.straight = lambda: _guarded(exchange, call.operation, start)
     last = exchange.last_call
-    if last is not None and not last.done.is_set():  # both use one connection, whose order must be every rank's
-        last.done.wait()  # each call before it has a deadline; giving up here alone would put the ranks out of step
-        exchange.check_open(operation)
+    work: Any
+    if (last is not None and not last.done.is_set()) or (async_op and is_strided):
+        work = exchange.follow(call)
+    else:
+        work = call.straight()
+    decision = Decision("native", reason, call.operation, -1)
+    exchange.count(call.operation, [Sent(raw_bytes, raw_bytes, words)], 1, decision=decision)
+    if async_op:
+        return work
+    work.wait()
+    if call.on is None:
+        call.finish()
+    return None
+
+
+def _guarded(exchange: Exchange, operation: str, start: Callable[[], Any]) -> Any:
+    """What start gives, or an error of ours."""
     try:
-        work = start()
+        return start()
     except (ZipcclError, torch.cuda.OutOfMemoryError):
         raise
     except dist.DistError as exc:  # of the connections, which nobody can use any more
         raise exchange.give_up(PeerError(f"{operation}: rank {exchange.rank} failed: {exc}"), exc) from exc
     except (RuntimeError, ValueError, TypeError) as exc:
         raise InvalidArgument(f"{operation}: the backend refuses it: {exc} (on rank {exchange.rank})") from exc
-    decision = Decision("native", reason, operation, -1)
-    exchange.count(operation, [Sent(raw_bytes, raw_bytes, words)], 1, decision=decision)
-    return work
 
 
 def gather(group: Any, output: Tensor, input: Tensor) -> Any:
-    """Start the backend's all-gather of flat tensors."""
-    return group._allgather_base(output, input, AllgatherOptions())
+    """Start the backend's all-gather of flat tensors, as bytes: backends lack dtypes."""
+    return group._allgather_base(raw_view(output), raw_view(input), AllgatherOptions())
 
 
 def exchange_parts(group: Any, output: Tensor, input: Tensor) -> Any:
-    """Start the backend's all-to-all of equal parts of flat tensors."""
-    return group.alltoall_base(output, input, [], [], dist.AllToAllOptions())
+    """Start the backend's all-to-all of equal parts of flat tensors, as bytes."""
+    return group.alltoall_base(raw_view(output), raw_view(input), [], [], dist.AllToAllOptions())
 
 
 def broadcast(group: Any, tensor: Tensor, root: int) -> Any:
-    """Start the backend's broadcast."""
+    """Start the backend's broadcast of a flat tensor, as bytes."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
-    return group.broadcast([tensor], options)
+    return group.broadcast([raw_view(tensor)], options)
 
 
 def reduce_scatter(group: Any, output: Tensor, input: Tensor, spec: ReduceSpec) -> Any:

@@ -526,6 +526,21 @@ def test_a_work_that_is_dropped_goes_on(make: Any) -> None:
     assert all(same(out, torch.cat([data(BLOCK_WORDS, r) for r in range(2)])) for out in outs)
 
 
+@pytest.mark.parametrize("link", ["straight", "threads"])
+def test_one_element_of_any_stride_goes_as_one_element(make: Any, link: str) -> None:
+    ranks = make(2, Policy(compress="never", timeout_s=20.0), link=link)
+
+    def run(rank: int) -> list[float]:
+        out, mine = torch.zeros(1, 2), torch.tensor([[rank + 1.0, 9.0]])
+        ranks.comms[rank].all_to_all_single(torch.zeros(0, 2)[:, 0], torch.zeros(0, 2)[:, 0])
+        ranks.comms[rank].broadcast(mine[:, 0], group_src=1)
+        out[:, 1] = mine[:, 0]
+        ranks.comms[rank].all_gather([out[:, 0], torch.zeros(1, 3)[:, 1]], out[:, 1])
+        return out.flatten().tolist()
+
+    assert ranks.each(run) == [[2.0, 2.0]] * 2
+
+
 @pytest.mark.parametrize("n", [0, 1, 1000])
 def test_what_is_not_coded_goes_straight_to_the_backend_and_asks_nobody(make: Any, n: int) -> None:
     ranks = make(3, Policy(compress="never", reduction="native", timeout_s=20.0), link="straight")
@@ -572,6 +587,45 @@ def test_a_straight_call_stands_behind_the_coded_ones_before_it(make: Any) -> No
         return [posted, same(out, torch.cat(inputs)), same(small, torch.cat([x[:10] for x in inputs]))]
 
     assert ranks.each(run) == [[True] * 3] * 2
+
+
+def test_a_straight_call_behind_coded_ones_does_not_hold_up_the_caller(make: Any) -> None:
+    ranks, n = make(2, ALWAYS, link="straight"), BLOCK_WORDS
+    inputs, gate = [data(n, r) for r in range(2)], Event()
+    for device in ranks.devices:
+        device.queued_ahead = gate
+
+    def issue(rank: int) -> tuple[list[Any], list[torch.Tensor], float]:
+        comm, out, numbers = ranks.comms[rank], nothing(2 * n), torch.full((4,), -1)
+        works = [comm.all_gather_into_tensor(out, inputs[rank], async_op=True)]
+        began = time.perf_counter()
+        works.append(comm.all_gather_into_tensor(numbers, torch.tensor([rank, 7]), async_op=True))
+        return works, [out, numbers], time.perf_counter() - began
+
+    issued = ranks.each(issue)
+    time.sleep(0.1)
+    assert not any(work.is_completed() for works, _, _ in issued for work in works)
+    assert max(seconds for _, _, seconds in issued) < 0.1
+    gate.done.set()
+    assert ranks.each(lambda rank: [work.wait() for work in reversed(issued[rank][0])]) == [[True] * 2] * 2
+    for _, (out, numbers), _ in issued:
+        assert same(out, torch.cat(inputs))
+        assert numbers.tolist() == [0, 7, 1, 7]
+
+
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float64, torch.complex64, torch.float8_e4m3fn])
+def test_a_dropped_straight_work_fills_a_strided_output_of_any_dtype(make: Any, dtype: torch.dtype) -> None:
+    ranks = make(2, ALWAYS, link="straight")
+    inputs = [torch.tensor([r, 1, 1 - r]).to(dtype) for r in range(2)]
+
+    def run(rank: int) -> bool:
+        wide = torch.zeros(6, 2).to(dtype)
+        ranks.comms[rank].all_gather_into_tensor(wide[:, 1], inputs[rank], async_op=True)
+        ranks.comms[rank].barrier()
+        came = [wide[:, 1].tolist(), wide[:, 0].tolist()]
+        return came == [torch.cat(inputs).tolist(), torch.zeros(6).to(dtype).tolist()]
+
+    assert ranks.each(run) == [True] * 2
 
 
 def test_an_ordered_sum_never_goes_straight(make: Any) -> None:

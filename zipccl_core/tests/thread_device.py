@@ -256,7 +256,7 @@ class ThreadLink:
     """What NCCL does, by gloo: posts are carried out in order on a stream of the link's own, and no host waits.
 
     Attributes:
-        straight: uncoded calls may go to gloo without asking; they are then done on the host, at once.
+        straight: uncoded calls may go to gloo without asking; unless they follow others, they are done at once.
         change: what happens to bytes that come, for tests: (peer, bytes) → None, in place.
     """
 
@@ -292,7 +292,24 @@ class ThreadLink:
         return _Ordered(self._device, arrived)
 
     def group(self) -> Any:
+        if self.straight:  # a call that starts at once stands behind those that the stream still has to start
+            begun = Event()
+            self._device.streams["link"].put(begun.done.set)
+            assert begun.done.wait(60), "the link never came to its end"
         return self._transport.group("native")
+
+    def begin(self, start: Callable[[], Any]) -> Any:
+        ready, arrived = self._device.mark(), Event()
+
+        def work() -> None:
+            ready.done.wait(60)
+            try:
+                start().wait(timedelta(seconds=60))
+            finally:
+                arrived.done.set()
+
+        self._device.streams["link"].put(work)
+        return _Ordered(self._device, arrived)
 
     def abort(self) -> None:
         self.aborted = True
