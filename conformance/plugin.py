@@ -1098,11 +1098,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The ranked suites are never collected outside, and meta only if it is named."""
+    """Ranked suites are never collected outside; meta only if it is named, and test_gpu.py on a CPU if asked for."""
     meta = HERE / "meta"
     named = [Path(config.invocation_params.dir, arg.split("::")[0]).resolve() for arg in config.args]
     if collection_path == meta:
         return True if inside() or not any(path.is_relative_to(meta) for path in named) else None
+    for_gpus = collection_path == HERE / "test_gpu.py" and config.option.device == "cpu"
+    if for_gpus and collection_path not in named and "gpu" not in (config.option.markexpr or ""):
+        return True
     if config.pluginmanager.hasplugin("conformance-spread"):
         return None
     on_ranks = collection_path.is_relative_to(HERE) and not collection_path.is_relative_to(meta)
