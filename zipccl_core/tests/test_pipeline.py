@@ -270,20 +270,17 @@ def test_the_issuing_call_waits_for_nothing_and_wait_orders_the_rest(make: Any) 
     for device in ranks.devices:
         device.queued_ahead = gate
 
-    def issue(rank: int) -> tuple[Any, torch.Tensor, float]:
+    def issue(rank: int) -> tuple[Any, torch.Tensor]:
         out = nothing(2 * n)
-        began = time.perf_counter()
-        work = ranks.comms[rank].all_gather_into_tensor(out, inputs[rank], async_op=True)
-        return work, out, time.perf_counter() - began
+        return ranks.comms[rank].all_gather_into_tensor(out, inputs[rank], async_op=True), out
 
     issued = ranks.each(issue)
     time.sleep(0.2)
-    assert not any(work.is_completed() for work, _, _ in issued), "the work that was queued ahead is not done"
-    assert all(same(out, nothing(2 * n)) for _, out, _ in issued), "written before what was queued ahead"
-    assert max(seconds for _, _, seconds in issued) < 0.15
+    assert not any(work.is_completed() for work, _ in issued), "the work that was queued ahead is not done"
+    assert all(same(out, nothing(2 * n)) for _, out in issued), "written before what was queued ahead"
     gate.done.set()
     assert ranks.each(lambda rank: issued[rank][0].wait()) == [True, True]
-    assert all(same(out, torch.cat(inputs)) for _, out, _ in issued)
+    assert all(same(out, torch.cat(inputs)) for _, out in issued)
 
 
 @pytest.mark.usefixtures("small_chunks")
@@ -595,20 +592,18 @@ def test_a_straight_call_behind_coded_ones_does_not_hold_up_the_caller(make: Any
     for device in ranks.devices:
         device.queued_ahead = gate
 
-    def issue(rank: int) -> tuple[list[Any], list[torch.Tensor], float]:
+    def issue(rank: int) -> tuple[list[Any], list[torch.Tensor]]:
         comm, out, numbers = ranks.comms[rank], nothing(2 * n), torch.full((4,), -1)
         works = [comm.all_gather_into_tensor(out, inputs[rank], async_op=True)]
-        began = time.perf_counter()
         works.append(comm.all_gather_into_tensor(numbers, torch.tensor([rank, 7]), async_op=True))
-        return works, [out, numbers], time.perf_counter() - began
+        return works, [out, numbers]
 
-    issued = ranks.each(issue)
+    issued = ranks.each(issue)  # comes back before the gate is open
     time.sleep(0.1)
-    assert not any(work.is_completed() for works, _, _ in issued for work in works)
-    assert max(seconds for _, _, seconds in issued) < 0.1
+    assert not any(work.is_completed() for works, _ in issued for work in works)
     gate.done.set()
     assert ranks.each(lambda rank: [work.wait() for work in reversed(issued[rank][0])]) == [[True] * 2] * 2
-    for _, (out, numbers), _ in issued:
+    for _, (out, numbers) in issued:
         assert same(out, torch.cat(inputs))
         assert numbers.tolist() == [0, 7, 1, 7]
 
