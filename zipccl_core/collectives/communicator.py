@@ -578,7 +578,12 @@ class Communicator:
         """Build and submit the calls of an operation; wait for them unless async_op."""
         if self._closed:
             raise InvalidArgument(f"{operation}: this Communicator is closed; make another")
-        work = self._submit(operation, build)
+
+        def checked() -> list[Call]:
+            _check_async_op(async_op)
+            return build()
+
+        work = self._submit(operation, checked)
         if async_op:
             return work
         work.wait()
@@ -660,6 +665,7 @@ class Communicator:
         Args:
             output, input: the same tensor for what is done in place.
         """
+        _check_async_op(async_op)
         self._check_pair(output, input)
         is_strided = not output.is_contiguous()
         flat_out, finish = _flat_output(output)
@@ -809,6 +815,11 @@ class Communicator:
 
         call.finish = reduce_and_finish
         return call
+
+
+def _check_async_op(async_op: object) -> None:
+    if not isinstance(async_op, bool):  # torch has `group` before it
+        raise InvalidArgument(f"async_op must be True or False, got {async_op!r}; the group is the Communicator's own")
 
 
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -75,6 +75,17 @@ class Ranks:
         self.pool.shutdown()
 
 
+def test_a_group_in_the_place_of_async_op_is_refused_on_all_ranks(ranks: Ranks) -> None:
+    """As in code written for torch, whose fourth argument is the group: it must not make the call asynchronous."""
+    errors = ranks.each(
+        lambda rank: ranks.comms[rank].all_reduce(words(rank), torch.distributed.ReduceOp.SUM, "a group")
+    )
+    assert [type(error) for error in errors] == [InvalidArgument] * ranks.n
+    assert len({str(error) for error in errors}) == 1
+    assert "async_op must be True or False, got 'a group'" in str(errors[0])
+    assert all(good is True for good in ranks.gather())
+
+
 def words(rank: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(N_WORDS, generator=generator).to(torch.bfloat16)
