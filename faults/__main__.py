@@ -22,7 +22,7 @@ MARKS = {True: "[green]✓[/]", False: "[red]✗[/]"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 if all is well, 1 if a run is not good, 2 if something was asked for that is not there."""
+    """0 if all is well, 1 if a run is not good or is missing, 2 if what was asked for is not there or cannot be."""
     from faults.scenario import BadScenario
 
     args = _parser().parse_args(argv)
@@ -69,6 +69,21 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _at_least_one(**options: int) -> None:
+    """Raise ValueError unless every one of these options is 1 or more."""
+    for name, value in options.items():
+        if value < 1:
+            raise ValueError(f"--{name} must be 1 or more, got {value}")
+
+
+def _known(subject: str) -> None:
+    """Raise ValueError if no rank could make this subject; torch is imported only for one that is broken."""
+    if subject != "zipccl":
+        from faults.rank import maker_of
+
+        maker_of(subject)
+
+
 def _console() -> Console:
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -92,6 +107,8 @@ def _list(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace) -> int:
     from faults.scenario import chosen
 
+    _at_least_one(jobs=args.jobs)
+    _known(args.subject)
     scenarios = chosen(args.names, nightly=args.nightly)
     args.out.mkdir(parents=True, exist_ok=True)
     directory = new_run_dir(args.out)
@@ -100,7 +117,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _carry_out(jobs: list[Job], at_once: int, directory: Path, *, quiet: bool = False) -> int:
-    """Run jobs with a bar, and end with a table; 0 if all are good."""
+    """Run jobs with a bar, and end with a table; 0 if there are some, and all were judged and are good."""
     console, began = _console(), time.monotonic()
     console.print(f"faults: {len(jobs)} scenarios; runs go to {directory}", soft_wrap=True)
     verdicts = []
@@ -122,6 +139,7 @@ def _carry_out(jobs: list[Job], at_once: int, directory: Path, *, quiet: bool = 
     wrong = sum("other bits" in " ".join(_complaints(v)) for _, v in verdicts)
     detected = max((v["detected_s"] for _, v in verdicts), default=0.0)
     summary = {
+        "asked": len(jobs),
         "scenarios": len(verdicts),
         "bad": bad,
         "hung": hung,
@@ -135,6 +153,9 @@ def _carry_out(jobs: list[Job], at_once: int, directory: Path, *, quiet: bool = 
         f"{wrong} silently wrong; the longest from call to error was {detected} s",
         soft_wrap=True,
     )
+    if not jobs or len(verdicts) < len(jobs):
+        print(f"faults: {len(jobs)} scenarios were asked for, and {len(verdicts)} were judged", file=sys.stderr)
+        return 1
     return int(bad > 0)
 
 
@@ -155,13 +176,18 @@ def _table(verdicts: Iterable[dict[str, Any]]) -> Table:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from faults.record import Record
+    from faults.record import Record, runs_in
     from faults.replay import differences, job_of
 
+    directory = runs_in(args.directory)[0]
+    if directory != args.directory:
+        raise ValueError(f"{args.directory} holds runs and is none; replay one of them, for instance {directory}")
+    job = job_of(directory, args.out)
+    _known(job.subject)
     args.out.mkdir(parents=True, exist_ok=True)
-    target = new_run_dir(args.out) / args.directory.resolve().name
+    target = job.directory = new_run_dir(args.out) / directory.resolve().name
     with Lab() as lab:
-        verdict = lab.run(job_of(args.directory, target))
+        verdict = lab.run(job)
     console = _console()
     console.print(_table([verdict]))
     for line in _complaints(verdict):
@@ -177,11 +203,9 @@ def _replay(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> int:
     from faults.judge import check
+    from faults.record import runs_in
 
-    found: list[Path] = []
-    for directory in args.directories:
-        inside = sorted(p.parent for p in directory.glob("*/scenario.json"))
-        found += inside or [directory]
+    found = [run for directory in args.directories for run in runs_in(directory)]
     verdicts, console = [], _console()
     for directory in found:
         verdict = check(directory)
@@ -198,6 +222,7 @@ def _soak(args: argparse.Namespace) -> int:
     from faults.scenario import Scenario
     from faults.soak import random_scenario
 
+    _at_least_one(jobs=args.jobs, count=args.count)
     args.out.mkdir(parents=True, exist_ok=True)
     directory = new_run_dir(args.out)
     jobs = []

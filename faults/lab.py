@@ -119,7 +119,14 @@ class Lab:
         return verdict
 
     def run_all(self, jobs: Iterable[Job], at_once: int) -> Iterator[tuple[Job, dict[str, Any]]]:
-        """Verdicts in the order in which jobs end, `at_once` under way at a time."""
+        """Verdicts in the order in which jobs end, `at_once` under way at a time.
+
+        Raises:
+            ValueError: at_once is less than 1.
+            LabError: as answer().
+        """
+        if at_once < 1:
+            raise ValueError(f"at_once must be 1 or more, got {at_once}")
         waiting = iter(jobs)
         under_way: dict[int, Job] = {}
         while True:

@@ -38,7 +38,11 @@ RELEASE_LIMIT_S = 5.0
 
 
 def maker_of(subject: str) -> Callable[..., Any]:
-    """What makes Communicators with a seam: of "zipccl", or of "broken.NAME", which may spoil this whole process."""
+    """What makes Communicators with a seam: of "zipccl", or of "broken.NAME", which may spoil its whole process.
+
+    Raises:
+        ValueError: no such subject.
+    """
     if subject == "zipccl":
         from conformance.subjects.zipccl import communicator_with_seam
 
@@ -46,7 +50,7 @@ def maker_of(subject: str) -> Callable[..., Any]:
     from conformance.subjects.broken import under_faults
 
     name = subject.removeprefix("broken.")
-    if name not in under_faults.BROKEN:
+    if name == subject or name not in under_faults.BROKEN:
         raise ValueError(f"no subject {subject!r}; zipccl, or broken. and one of {sorted(under_faults.BROKEN)}")
     return under_faults.BROKEN[name]
 

@@ -12,6 +12,26 @@ from faults.ledger import read_ledger
 from faults.scenario import Scenario
 
 BEATS = ("clean", "armed", "bystanders", "healed")
+TRACES = ("scenario.json", "manifest.json", "rank0.jsonl", "launch.jsonl")
+"""Files by any of which a directory is known as that of a run, although others may be missing."""
+
+
+def runs_in(directory: Path) -> list[Path]:
+    """The directory itself if a run left something in it, damaged or not; else the runs that lie in it, by name.
+
+    Raises:
+        ValueError: there is no run, or no such directory.
+    """
+
+    def is_run(path: Path) -> bool:
+        return any((path / name).is_file() for name in TRACES)
+
+    if not directory.is_dir():
+        raise ValueError(f"{directory} is no directory; wanted that of a run, as runs/faults/TIME/SCENARIO")
+    found = [directory] if is_run(directory) else sorted(path for path in directory.iterdir() if is_run(path))
+    if not found:
+        raise ValueError(f"{directory} holds no run; wanted the directory of one, as runs/faults/TIME/SCENARIO")
+    return found
 
 
 @dataclass

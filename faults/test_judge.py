@@ -244,6 +244,88 @@ def test_the_command_line_lists_checks_and_refuses(late: Path, capsys: pytest.Ca
     assert "no_such_scenario" in capsys.readouterr().err
 
 
+REFUSED = [
+    (["run", "late_of_two", "--jobs", "0"], "--jobs must be 1 or more, got 0"),
+    (["run", "late_of_two", "--jobs", "-3"], "--jobs must be 1 or more, got -3"),
+    (["soak", "--seed", "1", "--count", "1", "--jobs", "0"], "--jobs must be 1 or more, got 0"),
+    (["soak", "--seed", "1", "--count", "0"], "--count must be 1 or more, got 0"),
+    (["soak", "--seed", "1", "--count", "-5"], "--count must be 1 or more, got -5"),
+    (["run", "late_of_two", "--subject", "nope"], "no subject 'nope'; zipccl, or broken. and one of ['accepts_stale'"),
+    (["run", "late_of_two", "--subject", "broken.nope"], "no subject 'broken.nope'"),
+    (["run", "late_of_two", "--subject", "torch_native"], "no subject 'torch_native'"),
+    (["run", "late_of_two", "--subject", "impatient"], "no subject 'impatient'"),
+    (["run", "late_of_two", "--subject", "my.module:subject"], "no subject 'my.module:subject'"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "text"), REFUSED, ids=[" ".join(arguments) for arguments, _ in REFUSED])
+def test_what_makes_no_sense_is_one_line_and_starts_nothing(
+    arguments: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("faults.__main__.Lab", None)
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"faults: {text}")
+    assert printed.err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["check", "replay"])
+def test_where_no_run_is_is_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for directory, text in ((tmp_path / "nowhere", "is no directory; wanted"), (tmp_path, "holds no run; wanted")):
+        assert main([command, str(directory)]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith(f"faults: {directory} {text}")
+        assert printed.err.count("\n") == 1
+
+
+def test_a_directory_of_runs_is_not_replayed(late: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", str(late.parent)]) == 2
+    assert capsys.readouterr().err == (
+        f"faults: {late.parent} holds runs and is none; replay one of them, for instance {late}\n"
+    )
+
+
+def test_a_run_that_lost_its_scenario_is_bad_and_not_passed_over(
+    late: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(late, tmp_path / "a")
+    shutil.copytree(late, tmp_path / "b")
+    (tmp_path / "b" / "scenario.json").unlink()
+    assert main(["check", str(tmp_path)]) == 1
+    assert "2 runs judged again: 1 good, 1 bad" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("answered", [0, 1])
+def test_fewer_judged_than_asked_for_is_not_green(
+    answered: int, late: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Forgetful:
+        """A laboratory that gives back the first verdicts only."""
+
+        def __enter__(self) -> Forgetful:
+            return self
+
+        def __exit__(self, *exc: object) -> None:
+            return
+
+        def run_all(self, jobs: list[Job], at_once: int) -> list[tuple[Job, Any]]:
+            return [(job, check(late).as_json()) for job in jobs[:answered]]
+
+    monkeypatch.setattr("faults.__main__.Lab", Forgetful)
+    assert main(["run", "late_of_two", "late_one_off", "--out", str(tmp_path)]) == 1
+    assert capsys.readouterr().err == f"faults: 2 scenarios were asked for, and {answered} were judged\n"
+
+
+def test_no_place_for_jobs_is_an_error_and_not_an_end(lab: Lab, tmp_path: Path) -> None:
+    scenario = library()["late_of_two"]
+    job = Job(scenario.data, tmp_path / scenario.id, scenario.needs_own_ranks, scenario.limit_s)
+    with pytest.raises(ValueError, match="at_once must be 1 or more, got 0"):
+        list(lab.run_all([job], 0))
+
+
 def test_the_command_line_runs_and_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "late_of_two", "--out", str(tmp_path)]) == 0
     [directory] = tmp_path.glob("*/late_of_two")
