@@ -19,6 +19,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,10 @@ SUBJECTS = (
     "conformance.subjects.zipccl_cuda:cpu_to_cuda",
 )
 SANITIZERS = ("memcheck", "racecheck", "initcheck")
+
+
+class RecordError(RuntimeError):
+    """What a record wants is not on this machine; one line."""
 
 
 def without_comments(path: Path) -> str:
@@ -138,14 +143,35 @@ def _run(name: str, command: list[str], junit: Path | None = None, **env: str) -
     return run
 
 
+def _told(command: list[str], otherwise: str) -> str:
+    """The first line that a command prints.
+
+    Raises:
+        RecordError: it is not there, failed, or printed nothing; `otherwise`, and the end of what it said.
+    """
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as exc:
+        raise RecordError(f"{otherwise} ({exc})") from exc
+    lines = done.stdout.splitlines()
+    if done.returncode or not lines:
+        said = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
+        raise RecordError(f"{otherwise} (exit code {done.returncode}: {said})")
+    return lines[0]
+
+
 def machine() -> dict[str, str]:
-    """GPU, driver, versions."""
+    """GPU, driver, versions.
+
+    Raises:
+        RecordError: no GPU is visible, or torch or PyCUDA cannot be imported.
+    """
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
-    name, driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].split(", ")
+    name, _, driver = _told(query, "a record is of a machine with a GPU, and nvidia-smi finds none").partition(", ")
     report = (
         "import json, torch, pycuda; print(json.dumps([torch.__version__, torch.version.cuda, pycuda.VERSION_TEXT]))"
     )
-    versions = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True).stdout
+    versions = _told([sys.executable, "-c", report], "a record wants torch and PyCUDA: pip install -e '.[cuda,test]'")
     torch_version, cuda, pycuda = json.loads(versions)
     return {
         "gpu": name,
@@ -158,7 +184,17 @@ def machine() -> dict[str, str]:
 
 
 def write_record(out: Path, sanitize: bool = True) -> tuple[Path, bool]:
-    """Run everything on this machine's GPU and write codec_<gpu>.json; (its path, whether all passed)."""
+    """Run everything on this machine's GPU and write codec_<gpu>.json; (its path, whether all passed).
+
+    Raises:
+        RecordError: no GPU, or no compute-sanitizer where it is asked for; before anything runs.
+    """
+    there = machine()
+    if sanitize and shutil.which("compute-sanitizer") is None:
+        raise RecordError(
+            "compute-sanitizer, of the CUDA toolkit, is not on PATH; put it there, or give --no-sanitizer for a record "
+            "that is partial"
+        )
     runs = []
     with tempfile.TemporaryDirectory() as folder:
         white = Path(folder) / "white.xml"
@@ -185,7 +221,6 @@ def write_record(out: Path, sanitize: bool = True) -> tuple[Path, bool]:
         print(json.dumps({k: v for k, v in run.items() if k != "output"}), flush=True)
         if "output" in run:
             print(run["output"][-2500:], flush=True)
-    there = machine()
     record = {
         "machine": there,
         "sources_sha256": sources_sha256(),
@@ -368,11 +403,17 @@ def run_link(
 
 
 def machine_of_collectives() -> dict[str, Any]:
-    """GPUs, driver, and versions of what moves data between them."""
+    """GPUs, driver, and versions of what moves data between them.
+
+    Raises:
+        RecordError: as machine(), or this torch has no NCCL.
+    """
+    there = machine()
     report = "import torch; print(torch.cuda.device_count(), *torch.cuda.nccl.version(), sep='.')"
-    told = subprocess.run([sys.executable, "-c", report], capture_output=True, text=True, check=True).stdout
-    gpus, _, nccl = told.strip().partition(".")
-    return {**machine(), "gpus": int(gpus), "nccl": nccl}
+    gpus, _, nccl = _told([sys.executable, "-c", report], "a record of collectives wants a torch with NCCL").partition(
+        "."
+    )
+    return {**there, "gpus": int(gpus), "nccl": nccl}
 
 
 def write_collectives(
@@ -393,11 +434,11 @@ def write_collectives(
         how: subject and device, for run_link.
 
     Raises:
-        RuntimeError: there are too few GPUs.
+        RecordError: there are too few GPUs, or as machine_of_collectives().
     """
     there = machine_of_collectives() if there is None else there
     if there["gpus"] < LEAST_GPUS:
-        raise RuntimeError(f"record --collectives: wanted {LEAST_GPUS} GPUs or more, found {there['gpus']}")
+        raise RecordError(f"--collectives: wanted {LEAST_GPUS} GPUs or more, found {there['gpus']}")
     # Kernels are compiled ahead: in a test, that would be a rank that does not come.
     warmed, output = run([sys.executable, "-m", "zipccl_core.cli", "doctor", "--warm"], {}, LIMIT_S)
     if warmed != 0:
@@ -429,25 +470,36 @@ def write_collectives(
 
 
 def main(argv: list[str] | None = None) -> int:
+    """0 if all is well, 1 if a record is stale or not all passed, 2 if this machine has not what a record wants."""
+    names = [link.name for link in LINKS]
     parser = argparse.ArgumentParser(description="Write or check the record of a GPU run.")
     parser.add_argument("--check", action="store_true", help="say what is wrong with the records; run nothing")
     parser.add_argument("--nightly", action="store_true", help="with --check: the record of the collectives too")
     parser.add_argument("--collectives", action="store_true", help="run the selection -m gpu over each link")
-    parser.add_argument("--link", action="append", help="of --collectives: this one only; the record is partial")
+    parser.add_argument(
+        "--link",
+        action="append",
+        choices=names,
+        help="of --collectives: this one only, and may be repeated; the record then is partial",
+    )
     parser.add_argument("--no-sanitizer", action="store_true", help="leave it out; the record is partial")
     parser.add_argument("--out", type=Path, default=RECORDS)
     options = parser.parse_args(argv)
+    if options.link and not options.collectives:
+        print("record: --link is for --collectives; give both, or neither", file=sys.stderr)
+        return 2
     if options.check:
         wrong = [*problems(), *(collectives_problems() if options.nightly else [])]
         print("\n".join(wrong) or "the records are of these sources, and all passed")
         return bool(wrong)
-    if options.collectives:
-        names = [link.name for link in LINKS]
-        if unknown := sorted(set(options.link or ()) - set(names)):
-            parser.error(f"--link {unknown[0]}: wanted one of {', '.join(names)}")
-        path, passed = write_collectives(options.out, [x for x in LINKS if x.name in (options.link or names)])
-    else:
-        path, passed = write_record(options.out, not options.no_sanitizer)
+    try:
+        if options.collectives:
+            path, passed = write_collectives(options.out, [x for x in LINKS if x.name in (options.link or names)])
+        else:
+            path, passed = write_record(options.out, not options.no_sanitizer)
+    except RecordError as error:
+        print(f"record: {error}", file=sys.stderr)
+        return 2
     print(f"{path}: {'all passed' if passed else 'NOT all passed'}")
     return not passed
 

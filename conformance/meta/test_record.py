@@ -223,14 +223,81 @@ def test_what_ran_is_written_although_the_machine_goes_away(core):
 
 
 def test_one_gpu_is_too_few(core):
-    with pytest.raises(RuntimeError, match="wanted 2 GPUs or more, found 1"):
+    with pytest.raises(record.RecordError, match="wanted 2 GPUs or more, found 1"):
         record.write_collectives(record.RECORDS, run=Machine(), there={**MACHINE, "gpus": 1})
 
 
 def test_an_unknown_link_is_refused(core, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="2"):
         record.main(["--collectives", "--link", "telegraph"])
-    assert "wanted one of nvlink" in capsys.readouterr().err
+    assert "argument --link: invalid choice: 'telegraph' (choose from" in capsys.readouterr().err
+
+
+@pytest.fixture
+def tools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is all of PATH, without any tool; and no suite may run."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    for name in ("_run", "run_bounded"):
+        monkeypatch.setattr(record, name, None)
+    return folder
+
+
+def tool(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The one line with which a command ends, and status 2."""
+    assert record.main(list(arguments)) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    return printed.err
+
+
+NO_GPU = "record: a record is of a machine with a GPU, and nvidia-smi finds none"
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["--no-sanitizer"], ["--collectives"], ["--collectives", "--link", "nvlink"]]
+)
+def test_without_a_gpu_nothing_runs_and_it_is_one_line(core, tools, capsys, arguments):
+    assert refusal(capsys, *arguments).startswith(f"{NO_GPU} ([Errno 2] No such file")
+    tool(tools, "nvidia-smi", "echo No devices were found; exit 6")
+    assert refusal(capsys, *arguments) == f"{NO_GPU} (exit code 6: No devices were found)\n"
+    tool(tools, "nvidia-smi", "exit 0")
+    assert refusal(capsys, *arguments) == f"{NO_GPU} (exit code 0: it printed nothing)\n"
+
+
+def test_without_pycuda_it_is_one_line(core, tools, capsys, monkeypatch):
+    tool(tools, "nvidia-smi", "echo NVIDIA H999, 1")
+    tool(tools, "python", "echo Traceback >&2; echo 'ModuleNotFoundError: pycuda' >&2; exit 1")
+    monkeypatch.setattr(sys, "executable", str(tools / "python"))
+    assert "wants torch and PyCUDA" in (said := refusal(capsys, "--collectives"))
+    assert said.endswith("(exit code 1: ModuleNotFoundError: pycuda)\n")
+
+
+def test_without_the_sanitizer_it_is_one_line_before_any_suite(core, tools, capsys, monkeypatch):
+    monkeypatch.setattr(record, "machine", lambda: MACHINE)
+    assert refusal(capsys).startswith("record: compute-sanitizer, of the CUDA toolkit, is not on PATH")
+
+
+def test_a_machine_is_told_by_its_tools(tools, monkeypatch):
+    tool(tools, "nvidia-smi", "echo NVIDIA H999, 1; echo NVIDIA H998, 2")
+    tool(tools, "python", """echo '["2", "13.0", "1"]'""")
+    monkeypatch.setattr(sys, "executable", str(tools / "python"))
+    there = record.machine()
+    assert {key: there[key] for key in ("gpu", "driver", "torch", "cuda", "pycuda")} == {
+        key: MACHINE[key] for key in ("gpu", "driver", "torch", "cuda", "pycuda")
+    }
+
+
+@pytest.mark.parametrize("arguments", [[], ["--check"], ["--check", "--nightly"]])
+def test_a_link_without_collectives_is_refused(core, tools, capsys, arguments):
+    assert refusal(capsys, *arguments, "--link", "nvlink").startswith("record: --link is for --collectives")
 
 
 def test_a_command_that_hangs_is_ended_at_its_limit_and_its_output_kept():
