@@ -4,8 +4,10 @@
     torchrun --nproc-per-node 2 benchmarks/collectives.py --link host       # the same GPUs over host memory
     torchrun --nproc-per-node 2 benchmarks/collectives.py --device cpu      # gloo
 
-Prints a table as it goes, and merges the rows of its link into collectives_<gpu>x<ranks>.json, drawn beside it. Any
-row whose output has a wrong bit becomes an error instead of a figure, and the exit status 1.
+Prints a table as it goes, and merges its rows into collectives_<gpu>x<ranks>.json of --out, drawn beside it: a row
+takes the place of the one of the same operation, link, dtype, policy and bytes, and all others stay. --out is
+runs/benchmarks, which git ignores; the committed figures are written only with --out benchmarks/results. Any row whose
+output has a wrong bit becomes an error instead of a figure, and the exit status 1.
 
 How it measures. A size is the raw bytes that a rank sends to others. Data is N(0, 0.02²), drawn anew by every rank for
 every rank, so that what must come is known apart from any collective. A round takes native and each policy once, each
@@ -31,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+OUT = ROOT / "runs" / "benchmarks"
 NCCL_LINKS = {
     "nvlink": {},
     "host": {"NCCL_P2P_DISABLE": "1"},
@@ -58,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
     """The options; no torch needed."""
     found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     found.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if one is visible")
-    found.add_argument("--link", choices=list(NCCL_LINKS), default="nvlink", help="for CUDA; on CPU it is gloo")
+    found.add_argument("--link", choices=list(NCCL_LINKS), help="for CUDA (default nvlink); on CPU it is gloo")
     found.add_argument("--sizes", nargs="+", metavar="SIZE", help="raw bytes a rank sends, e.g. 4K 1M 256M")
     found.add_argument("--op", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     found.add_argument("--dtype", nargs="+", choices=list(DATA), default=list(DATA))
@@ -67,15 +70,21 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--calls", type=int, help="calls back to back a round; default: 8 on CUDA, 1 on CPU")
     found.add_argument("--issue-rounds", type=int, default=7, help="rounds for the host's times")
     found.add_argument("--warmups", type=int, default=3)
-    found.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    found.add_argument(
+        "--out",
+        type=Path,
+        default=OUT,
+        help="folder of the results (default runs/benchmarks, which git ignores; benchmarks/results holds the figures "
+        "that are committed, and is written only if it is named)",
+    )
     return found
 
 
-def choose_link(link: str, environment: Any) -> None:
-    """Set what makes NCCL take a link, and unset what another one needs; before NCCL starts."""
+def choose_link(link: str | None, environment: Any) -> None:
+    """Set what makes NCCL take a link (nvlink if None), and unset what another one needs; before NCCL starts."""
     for name in {name for names in NCCL_LINKS.values() for name in names}:
         environment.pop(name, None)
-    environment.update(NCCL_LINKS[link], NCCL_NVLS_ENABLE="0")
+    environment.update(NCCL_LINKS[link or "nvlink"], NCCL_NVLS_ENABLE="0")
 
 
 if __name__ == "__main__":
@@ -243,14 +252,23 @@ def result_name(facts: dict[str, Any], world_size: int) -> str:
     return f"collectives_{gpu}x{world_size}"
 
 
-def merged(path: Path, facts: dict[str, Any], link: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a results file should hold: these rows, and those of other links that it has.
+KEY = ("op", "link", "dtype", "policy", "bytes_per_rank")
+OF_A_RUN = ("commit", "rounds", "calls_a_round")
 
-    `machine` is that of the latest run; each link keeps that of its own in `runs`.
+
+def merged(path: Path, facts: dict[str, Any], link: str, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What a results file should hold: these rows, each in the place of the one with its KEY, and all others it has.
+
+    `machine` is that of the latest run, and `runs` has that of the latest of each link. Rows may be older than that, so
+    each says itself what is OF_A_RUN; those written before they did are given it from `runs`.
     """
     known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": [], "runs": {}}
-    kept = [row for row in known["rows"] if row["link"] != link]
-    return {"machine": facts, "runs": {**known["runs"], link: facts}, "rows": [*kept, *rows]}
+    found = {}
+    for run_of, some in ((known["runs"], known["rows"]), ({link: facts}, rows)):
+        for row in some:
+            run = run_of[row["link"]]
+            found[tuple(row[k] for k in KEY)] = row | {k: run[k] for k in OF_A_RUN if k not in row}
+    return {"machine": facts, "runs": {**known["runs"], link: facts}, "rows": list(found.values())}
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -296,14 +314,30 @@ def draw(result: dict[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
+def check(options: argparse.Namespace) -> None:
+    """Refuse what cannot be measured, and fill in the link and the calls of a round; before any rank is joined.
+
+    Raises:
+        InvalidArgument: a number below its least, or a link without CUDA.
+    """
+    device_type = bench.device_type_of(options.device)
+    if options.calls is None:
+        options.calls = 1 if device_type == "cpu" else 8
+    bench.at_least(1, rounds=options.rounds, calls=options.calls, issue_rounds=options.issue_rounds)
+    bench.at_least(0, warmups=options.warmups)
+    if device_type == "cpu" and options.link:
+        raise bench.InvalidArgument(
+            f"--link {options.link} is one between GPUs, and on the CPU it is gloo; leave it out"
+        )
+    options.link = "gloo" if device_type == "cpu" else options.link or "nvlink"
+
+
 def run(options: argparse.Namespace) -> int:
     """Measure on all ranks; files, table and picture on rank 0. Exit status: 1 if an output had a wrong bit."""
+    check(options)
     device = bench.open_ranks(options.device, START)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if device.type == "cpu":
-        options.link = "gloo"
     facts = {**bench.machine(device), "ranks": world_size, "commit": commit()}
-    options.calls = options.calls or (1 if device.type == "cpu" else 8)
     facts |= {"rounds": options.rounds, "calls_a_round": options.calls, "sigma": SIGMA}
     if world_size < 2:
         raise bench.InvalidArgument("two ranks or more have something to send, got 1; raise --nproc-per-node")
@@ -314,10 +348,11 @@ def run(options: argparse.Namespace) -> int:
         )
     comms = {policy: Communicator(policy=Policy(compress=policy, reduction="native")) for policy in options.policy}
     native = Native()
+    if rank == 0:
+        options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"{result_name(facts, world_size)}.json"
     rows: list[dict[str, Any]] = []
     if rank == 0:
-        options.out.mkdir(parents=True, exist_ok=True)
         print(HEADING, flush=True)
     for name in options.op:
         for data in options.dtype:

@@ -17,13 +17,15 @@ No rank can be done before the late one's rows are here. So what is reported is 
 the time from the common start to having everything, less t (median over these ranks and rounds; spread: third quartile
 minus first; and the median over rounds of the slowest of them); and for the late rank, the time in its own call. At
 t = 0 nobody is late. Host clocks, on CUDA until the device is done. Outputs are compared bit for bit after each series.
-Prints a table, writes late_rank_<gpu>x<ranks>.json, and draws it.
+Prints a table, writes late_rank_<gpu>x<ranks>.json into --out, and draws it. --out is runs/benchmarks, which git
+ignores; the committed figures are written only with --out benchmarks/results.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -38,7 +40,7 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.collectives import commit, result_name  # noqa: E402
+from benchmarks.collectives import OUT, commit, result_name  # noqa: E402
 from zipccl_core import Codebook, Communicator, Policy, ZipcclError, bench, decode, encode, read_header  # noqa: E402
 
 START = "torchrun --nproc-per-node 4 benchmarks/late_rank.py"
@@ -219,12 +221,31 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--late-rank", type=int, help="default: the last")
     found.add_argument("--rounds", type=int, default=15)
     found.add_argument("--warmups", type=int, default=2)
-    found.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    found.add_argument(
+        "--out",
+        type=Path,
+        default=OUT,
+        help="folder of the results (default runs/benchmarks, which git ignores; benchmarks/results holds the figures "
+        "that are committed, and is written only if it is named)",
+    )
     return found
+
+
+def check(options: argparse.Namespace) -> None:
+    """Refuse what cannot be measured, before any rank is joined.
+
+    Raises:
+        InvalidArgument: a number below its least.
+    """
+    bench.at_least(1, rounds=options.rounds, rows=options.rows, hidden=options.hidden)
+    bench.at_least(0, warmups=options.warmups)
+    if not all(0 <= late_ms < math.inf for late_ms in options.late_ms):
+        raise bench.InvalidArgument(f"--late-ms must be finite and not negative, got {options.late_ms}")
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure on all ranks; file, table and picture on rank 0."""
+    check(options)
     device = bench.open_ranks(options.device, START)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size < 2:

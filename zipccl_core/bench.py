@@ -290,7 +290,38 @@ def sizes(least_bytes: int, most_bytes: int, factor: int) -> list[int]:
     return found
 
 
-def open_ranks(device_type: str | None, how_to_start: str = HOW_TO_START) -> torch.device:
+def device_type_of(asked: Literal["cpu", "cuda"] | None) -> Literal["cpu", "cuda"]:
+    """What is asked for; without a wish "cuda" where one is visible, else "cpu"."""
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def at_least(least: int, **options: int) -> None:
+    """Raise InvalidArgument unless each of these options, `issue_rounds` for --issue-rounds, is `least` or more."""
+    for name, value in options.items():
+        if value < least:
+            raise InvalidArgument(f"--{name.replace('_', '-')} must be {least} or more, got {value}")
+
+
+def require_writable(path: Path | None) -> None:
+    """Find out on rank 0 whether a file can be written; it is left as it is. Collective on the default group.
+
+    Raises:
+        InvalidArgument: it cannot; on all ranks, with the reason on rank 0, which prints it.
+    """
+    why = ""
+    if path is not None and dist.get_rank() == 0:
+        there = path.exists()
+        try:
+            path.open("ab").close()
+            if not there:
+                path.unlink()
+        except OSError as error:
+            why = f": {error.strerror}"
+    if over_ranks([float(bool(why))])[0]:
+        raise InvalidArgument(f"{path} cannot be written{why}; nothing was measured")
+
+
+def open_ranks(device_type: Literal["cpu", "cuda"] | None, how_to_start: str = HOW_TO_START) -> torch.device:
     """Join the default group from the environment that torchrun sets; this rank's device.
 
     CPU tensors go over gloo, CUDA tensors over NCCL, in one group.
@@ -304,7 +335,7 @@ def open_ranks(device_type: str | None, how_to_start: str = HOW_TO_START) -> tor
     """
     if "RANK" not in os.environ:
         raise InvalidArgument(f"RANK is not set: start it on every rank, for instance `{how_to_start}`")
-    if (device_type or ("cuda" if torch.cuda.is_available() else "cpu")) == "cpu":
+    if device_type_of(device_type) == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
     local, ranks = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -525,6 +556,7 @@ def run(options: argparse.Namespace) -> int:
             f"the first size (-b) must be {world_size * dtype.itemsize} bytes or more, an element a rank; "
             f"got {sweep_bytes[0]}"
         )
+    require_writable(options.json)
     comm = Communicator(policy=Policy(compress=options.compress))
     sweep = Sweep(
         comm, rank, world_size, device, dtype, options.iterations, options.warmups, options.sigma, options.seed

@@ -13,7 +13,7 @@ import torch
 
 from . import bench
 from .codec.cuda import jit
-from .errors import ZipcclError
+from .errors import InvalidArgument, ZipcclError
 from .frame import FORMAT_VERSION
 
 __all__ = ["main"]
@@ -27,9 +27,11 @@ def doctor(warm: bool, architectures: Sequence[str]) -> list[str]:
         architectures: "sm_90" and the like; those of the visible devices if empty.
 
     Raises:
-        InvalidArgument: `warm`, no architectures, and no device.
+        InvalidArgument: `warm`, no architectures, and no device; or architectures without `warm`.
         CompilerError: a kernel does not compile, or there is no compiler.
     """
+    if architectures and not warm:
+        raise InvalidArgument(f"--arch is for --warm: give --warm too, or leave out --arch {architectures[0]}")
     lines = jit.warm(architectures or None) if warm else []
     lines += [
         f"python {platform.python_version()}, torch {torch.__version__}, frame format {FORMAT_VERSION}",
@@ -55,7 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = commands.add_parser("doctor", help="say what this machine has, and compile ahead")
     command.add_argument("--warm", action="store_true", help="compile all kernels into the cache")
     command.add_argument(
-        "--arch", action="append", default=[], metavar="SM", help="for this architecture, e.g. sm_90; may be repeated"
+        "--arch",
+        action="append",
+        default=[],
+        metavar="SM",
+        help="of --warm: for this architecture, e.g. sm_90; may be repeated",
     )
     command = commands.add_parser("bench", help="time and check the collectives over a sweep of sizes, under torchrun")
     bench.add_arguments(command)

@@ -270,7 +270,85 @@ def test_what_cannot_be_done_is_one_line(
         assert capsys.readouterr().err == "", "rank 0 says it"
 
 
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(("name", "why"), [("nowhere/rows.json", "No such file or directory"), ("", "Is a directory")])
+def test_where_rows_cannot_be_written_is_known_before_the_sweep(
+    name: str, why: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "Communicator", None)
+    assert cli.main([*SHORT, "--json", str(tmp_path / name)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"zipccl bench: {tmp_path / name} cannot be written: {why}; nothing was measured\n"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_look_whether_a_file_can_be_written_leaves_no_trace(tmp_path: Path) -> None:
+    bench.open_ranks("cpu")
+    old, new = tmp_path / "old.json", tmp_path / "new.json"
+    old.write_text("rows")
+    for path in (old, new, None):
+        bench.require_writable(path)
+    assert old.read_text() == "rows"
+    assert not new.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "text"),
+    [
+        (collectives, ["--rounds", "0"], "--rounds must be 1 or more, got 0"),
+        (collectives, ["--calls", "0"], "--calls must be 1 or more, got 0"),
+        (collectives, ["--issue-rounds", "0"], "--issue-rounds must be 1 or more, got 0"),
+        (collectives, ["--warmups", "-1"], "--warmups must be 0 or more, got -1"),
+        (
+            collectives,
+            ["--link", "nvlink"],
+            "--link nvlink is one between GPUs, and on the CPU it is gloo; leave it out",
+        ),
+        (late_rank, ["--rounds", "0"], "--rounds must be 1 or more, got 0"),
+        (late_rank, ["--rows", "0"], "--rows must be 1 or more, got 0"),
+        (late_rank, ["--late-ms", "5", "-1"], "--late-ms must be finite and not negative, got [5.0, -1.0]"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_a_benchmark_cannot_measure_is_one_line_before_ranks_join(
+    program: Any, arguments: list[str], text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(bench, "open_ranks", None)
+    monkeypatch.setattr(sys, "argv", ["a benchmark", "--device", "cpu", *arguments])
+    assert program.main() == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == f"benchmarks/{program.__name__.removeprefix('benchmarks.')}.py: {text}\n"
+
+
+def test_an_architecture_is_for_compiling_ahead(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--arch", "sm_90"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("zipccl doctor: --arch is for --warm")
+    assert printed.err.count("\n") == 1
+
+
 # Links, files and splits
+
+
+@pytest.mark.parametrize("program", [collectives, late_rank])
+def test_a_trial_writes_where_git_looks_away(program: Any) -> None:
+    default = program.parser().parse_args([]).out
+    assert default == ROOT / "runs" / "benchmarks"
+    assert "/runs/" in (ROOT / ".gitignore").read_text().splitlines()
+    assert "--out benchmarks/results" in program.__doc__
+
+
+def test_links_and_calls_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for device, link in (("cpu", None), ("cuda", None), ("cuda", "host")):
+        options = collectives.parser().parse_args(["--device", device, *(["--link", link] if link else [])])
+        collectives.check(options)
+        found[device, link] = (options.link, options.calls)
+    assert found == {("cpu", None): ("gloo", 1), ("cuda", None): ("nvlink", 8), ("cuda", "host"): ("host", 8)}
 
 
 def test_a_link_sets_what_it_needs_and_unsets_what_others_need() -> None:
@@ -280,20 +358,49 @@ def test_a_link_sets_what_it_needs_and_unsets_what_others_need() -> None:
     collectives.choose_link("sockets", environment)
     assert environment["NCCL_SOCKET_IFNAME"] == "lo"
     assert environment["NCCL_SHM_DISABLE"] == "1"
-    collectives.choose_link("nvlink", environment)
-    assert environment == {"HOME": "/root", "NCCL_NVLS_ENABLE": "0"}
+    for link in ("nvlink", None):
+        collectives.choose_link(link, environment)
+        assert environment == {"HOME": "/root", "NCCL_NVLS_ENABLE": "0"}
 
 
-def test_a_run_replaces_the_rows_of_its_link_alone(tmp_path: Path) -> None:
+def facts_of(commit: str, rounds: int = 15) -> dict[str, Any]:
+    return {"commit": commit, "rounds": rounds, "calls_a_round": 8, "gpu": "H999"}
+
+
+def test_a_row_takes_the_place_of_its_like_alone_and_says_of_which_run_it_is(tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
-    for link, commit in (("host", "a"), ("nvlink", "b"), ("host", "c")):
-        rows = [{"link": link, "commit": commit}]
-        path.write_text(json.dumps(collectives.merged(path, {"commit": commit}, link, rows)))
+    full = {"op": "all_gather", "link": "host", "dtype": "bfloat16", "policy": "auto", "bytes_per_rank": 4096}
+    others = [{**full, key: f"another {key}"} for key in ("op", "dtype", "policy", "bytes_per_rank")]
+    nvlink = {**full, "link": "nvlink"}
+    for link, facts, rows in (
+        ("host", facts_of("a"), [*others[:2], full, *others[2:]]),
+        ("nvlink", facts_of("b"), [nvlink]),
+        ("host", facts_of("c", rounds=1), [full]),
+    ):
+        path.write_text(json.dumps(collectives.merged(path, facts, link, rows)))
+    of_a, of_b, of_c = (
+        {"commit": commit, "rounds": rounds, "calls_a_round": 8} for commit, rounds in (("a", 15), ("b", 15), ("c", 1))
+    )
     assert json.loads(path.read_text()) == {
-        "machine": {"commit": "c"},
-        "runs": {"host": {"commit": "c"}, "nvlink": {"commit": "b"}},
-        "rows": [{"link": "nvlink", "commit": "b"}, {"link": "host", "commit": "c"}],
+        "machine": facts_of("c", rounds=1),
+        "runs": {"host": facts_of("c", rounds=1), "nvlink": facts_of("b")},
+        "rows": [
+            *(row | of_a for row in others[:2]),
+            full | of_c,
+            *(row | of_a for row in others[2:]),
+            nvlink | of_b,
+        ],
     }
+
+
+def test_rows_from_before_they_said_their_run_are_given_it_once(tmp_path: Path) -> None:
+    path = tmp_path / "rows.json"
+    row = {"op": "all_gather", "link": "host", "dtype": "bfloat16", "policy": "auto", "bytes_per_rank": 4096}
+    path.write_text(json.dumps({"machine": facts_of("old"), "runs": {"host": facts_of("old")}, "rows": [row]}))
+    for commit in ("new", "newer"):
+        other = {**row, "op": commit}
+        path.write_text(json.dumps(collectives.merged(path, facts_of(commit), "host", [other])))
+    assert [row["commit"] for row in json.loads(path.read_text())["rows"]] == ["old", "new", "newer"]
 
 
 def test_zipf_splits_use_every_row_and_favour_low_ranks() -> None:
