@@ -210,6 +210,22 @@ def supported(world: World, operations: Sequence[str]) -> list[str]:
     return found
 
 
+def claimed(world: World, operations: Sequence[str]) -> list[str]:
+    """Those of the operations that the subject claims; UNSUPPORTED if none. For tests that need no order of a sum."""
+    found = [o for o in operations if o in world.subject.capabilities.operations]
+    if not found:
+        world.require(operations=operations[0])
+    return found
+
+
+def meet(world: World, comm: Any) -> None:
+    """At a barrier of the Communicator if the subject claims that, else at the judge's own."""
+    if "barrier" in world.subject.capabilities.operations:
+        comm.barrier()
+    else:
+        world.barrier_store("a barrier")
+
+
 def configurations(world: World) -> tuple[str, ...]:
     """The subject's modes and variants."""
     return (*world.subject.capabilities.modes, *world.subject.capabilities.variants)

@@ -16,6 +16,10 @@ same tests in the same order, and:
 
 A test with an argument `mode` runs once for each of the subject's modes.
 
+What a subject does not claim is never called. A ranked test about an operation (its parameter `operation`, or the
+marker of that name) is UNSUPPORTED without it, and so is every test that asks a Communicator for an operation that is
+not claimed. Where only some ranks would ask, or others are by then in a call, the test says first what it `requires`.
+
 Markers: `ranks(1, 2, 3)` runs the test in sub-worlds of these sizes; `requires("ordered_sum", dtypes="float32")` makes
 it UNSUPPORTED for subjects that do not claim it; `limit_s(120)` replaces --limit-s; `ends(1)` says that rank 1 ends
 within the test, as it is meant to: the others are kept alive, and their verdict counts. Options: see `pytest --help`.
@@ -46,7 +50,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -55,7 +59,7 @@ from conformance.launch import GENERATION_MARK, EventLog, Plan, Result, Tail, la
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from conformance.subject import Codec, Communicator, Subject
+    from conformance.subject import Capabilities, Codec, Communicator, Subject
 
 HERE = Path(__file__).resolve().parent
 CLOSE_LIMIT_S = 5.0
@@ -117,7 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "requires(*flags, **members): capabilities without which the test is UNSUPPORTED",
         "ends(*ranks): these ranks end within the test, as it means them to; the survivors' verdict counts",
         "limit_s(seconds): how long one rank may take, in place of --limit-s",
-        "operation(name): the collective the test is about, for the report",
+        "operation(name): the collective the test is about, for the report; UNSUPPORTED if it is not claimed",
         "proves(*ids): the requirements of docs/CONFORMANCE.md that the test shows",
         "gpu: of the selection that is run on GPUs: -m gpu --subject zipccl_gpu, or --device cuda",
     ):
@@ -203,10 +207,11 @@ def _check(config: pytest.Config, ranked_args: list[str]) -> None:
     Raises:
         pytest.UsageError: that.
     """
-    from conformance.subjects import check_name
+    from conformance.subjects import check
 
     option = config.option
-    problem = check_name(option.subject)
+    with _importing_from(config.invocation_params.dir):
+        problem = check(option.subject)
     if not (option.example_seed == "nightly" or option.example_seed.isdecimal()) or option.example_factor <= 0:
         problem = "--example-seed: wanted a number or nightly; --example-factor: wanted more than 0"
     if option.world_size < 1:
@@ -219,6 +224,16 @@ def _check(config: pytest.Config, ranked_args: list[str]) -> None:
             problem = f"no such file or folder: {arg}"
     if problem:
         raise pytest.UsageError(problem)
+
+
+@contextlib.contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """As in ranks, which are started by `python -m`: modules of this folder are found too."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
 
 
 def run_dir_of(config: pytest.Config) -> Path:
@@ -367,6 +382,22 @@ class Store:
             return {r: self.control.get(names[r]) for r in there}
 
 
+class Unclaimed(pytest.skip.Exception):
+    """A test has asked for an operation that the subject does not claim; it ends as UNSUPPORTED."""
+
+
+class Claimed:
+    """A subject's Communicator as the tests see it if it does not claim every operation: the others are not there."""
+
+    def __init__(self, made: Communicator, capabilities: Capabilities, hidden: frozenset[str]) -> None:
+        self._made, self._capabilities, self._hidden = made, capabilities, hidden
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._hidden:
+            raise Unclaimed(f"UNSUPPORTED: {self._capabilities.missing(operations=name)}")
+        return getattr(self._made, name)
+
+
 class World:
     """The ranks of one test. Made by the `world` fixture; everything made through it is closed at the test's end.
 
@@ -511,14 +542,21 @@ class World:
     def communicator(
         self, mode: str = "", group: dist.ProcessGroup | None = None, timeout_s: float | None = None
     ) -> Communicator:
-        """The subject's Communicator on `group` (default: the whole world); collective over that group."""
+        """The subject's Communicator on `group` (default: the whole world); collective over that group.
+
+        Looking up an operation of it that the subject does not claim ends the test as UNSUPPORTED.
+        """
+        from conformance.subject import OPERATIONS
+
         made = self.subject.communicator(
             self.group if group is None else group,
             mode=mode,
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
         )
         self._communicators.append(made)
-        return made
+        capabilities = self.subject.capabilities
+        hidden = OPERATIONS.difference(capabilities.operations)
+        return cast("Communicator", Claimed(made, capabilities, hidden)) if hidden else made
 
     def subgroup(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """A group of some ranks; every rank of the world calls this. None on ranks outside it."""
@@ -930,7 +968,8 @@ class Ranked:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[pytest.TestReport]:
         report = yield
-        self.clean = self.clean and report.passed
+        unclaimed = call.excinfo is not None and isinstance(call.excinfo.value, Unclaimed)
+        self.clean = self.clean and (report.passed or unclaimed)  # all ranks end so: none waits to be released
         if report.failed and self._order is None:
             from conformance.subject import UnknownCapability
 
@@ -951,8 +990,13 @@ class Ranked:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        for marker in item.iter_markers("requires"):
-            if missing := self.subject.capabilities.missing(*marker.args, **marker.kwargs):
+        from conformance.subject import OPERATIONS
+
+        wanted = [(marker.args, marker.kwargs) for marker in item.iter_markers("requires")]
+        if "world" in getattr(item, "fixturenames", ()) and _operation(item) in OPERATIONS:
+            wanted.append(((), {"operations": _operation(item)}))
+        for flags, members in wanted:
+            if missing := self.subject.capabilities.missing(*flags, **members):
                 pytest.skip(f"UNSUPPORTED: {missing}")
 
     @pytest.hookimpl(tryfirst=True)

@@ -351,6 +351,7 @@ def test_many_calls_in_a_row_give_each_its_own_data(world, mode, operation):
         issue(world, comm, operation, seed, n=517)[1]()
 
 
+@pytest.mark.requires(operations=("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"))
 @pytest.mark.proves("EXCH-6")
 def test_calls_of_all_kinds_in_flight_together(world, mode):
     comm = world.communicator(mode)
@@ -385,6 +386,7 @@ def test_async_barrier_returns_a_work(world, mode):
     assert work.is_completed() is True
 
 
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("EXCH-9")
 def test_close_twice_and_a_new_communicator_after_it(world, mode):
     first = world.communicator(mode)
@@ -395,6 +397,7 @@ def test_close_twice_and_a_new_communicator_after_it(world, mode):
 
 
 @pytest.mark.requires("decides")
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("TELL-1", "TELL-2")
 def test_last_decision_and_stats_tell_what_was_done(world, mode):
     comm = world.communicator(mode)
@@ -416,6 +419,7 @@ def test_last_decision_and_stats_tell_what_was_done(world, mode):
 
 
 @pytest.mark.requires("decides")
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("TELL-3")
 def test_dtypes_that_are_not_coded_run_native_and_say_so(world, mode):
     comm = world.communicator(mode)
@@ -432,12 +436,12 @@ def zeros(world: World, *shape: int, dtype: torch.dtype = torch.bfloat16) -> tor
 
 
 def _gather(out: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[World, Any], None]:
-    """all_gather_into_tensor of 4 elements into out per rank."""
-    return lambda w, c: c.all_gather_into_tensor(zeros(w, out * w.world_size + out % 4), zeros(w, 4, dtype=dtype))
+    """all_gather_into_tensor of 4 elements into out per rank; if that is not 4, the world size does not divide it."""
+    return lambda w, c: c.all_gather_into_tensor(zeros(w, out * w.world_size + out - 4), zeros(w, 4, dtype=dtype))
 
 
 def _scatter(in_: int, dtype: torch.dtype = torch.bfloat16) -> Callable[[World, Any], None]:
-    return lambda w, c: c.reduce_scatter_tensor(zeros(w, 4), zeros(w, in_ * w.world_size + in_ % 4, dtype=dtype))
+    return lambda w, c: c.reduce_scatter_tensor(zeros(w, 4), zeros(w, in_ * w.world_size + in_ - 4, dtype=dtype))
 
 
 def _to_all(rows: int, sends: Any, receives: Any, dtype: torch.dtype = torch.bfloat16) -> Callable[[World, Any], None]:
@@ -474,14 +478,23 @@ WRONG = {
     "all_to_all_negative_split": _to_all(0, lambda n: [-1, 5, *_twos(n - 2)], _twos),
     "all_to_all_output_of_another_dtype": _to_all(0, _twos, _twos, torch.float32),
 }
+ABOUT = {
+    "all_gather": "all_gather_into_tensor",
+    "reduce_scatter": "reduce_scatter_tensor",
+    "all_to_all": "all_to_all_single",
+}
 RIGHT = {"all_gather": _gather(4), "reduce_scatter": _scatter(4), "all_to_all": _to_all(0, _twos, _twos)}
 
 
 @pytest.mark.requires("checks_arguments")
 @pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("ARGS-1")
 def test_wrong_arguments_are_one_value_error_on_every_rank(world, wrong):
-    right = next(call for name, call in RIGHT.items() if wrong.startswith(name))
+    about, right = next((name, call) for name, call in RIGHT.items() if wrong.startswith(name))
+    world.require(operations=ABOUT[about])
+    if "not_divisible" in wrong and world.world_size == 1:
+        return
     comm = world.communicator()
     refused(world, wrong, WRONG[wrong], comm)
     alone = WRONG[wrong] if world.rank == world.world_size - 1 else right
@@ -512,10 +525,13 @@ DISAGREEMENTS: dict[str, Callable[[World, Any, bool], None]] = {
 
 @pytest.mark.requires("checks_arguments")
 @pytest.mark.parametrize("what", DISAGREEMENTS)
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("ARGS-2")
 @pytest.mark.gpu
 def test_ranks_that_disagree_get_one_error_on_every_rank(world, what):
     comm = world.communicator()
+    if what in ("operation", "reduction"):  # in the first of them one rank only calls it
+        world.require(operations="reduce_scatter_tensor")
     odd = world.rank == world.world_size - 1
     disagreed(world, what, lambda: DISAGREEMENTS[what](world, comm, odd))
     gather_and_check(world, world.communicator(), "bfloat16", 100)
@@ -524,6 +540,7 @@ def test_ranks_that_disagree_get_one_error_on_every_rank(world, what):
 # ------------------------------------------------------------------------------------------------ groups, layouts
 
 
+@pytest.mark.requires(operations=("all_gather_into_tensor", "all_to_all_single"))
 @pytest.mark.proves("EXCH-3")
 def test_two_subgroups_at_once_keep_their_data_apart(world, mode):
     everyone = list(range(world.world_size))
@@ -537,6 +554,7 @@ def test_two_subgroups_at_once_keep_their_data_apart(world, mode):
         issue(part, comm, "all_to_all_single", 10 * k + seed)[1]()
 
 
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("EXCH-3")
 def test_a_subgroup_in_another_order_of_calls_than_the_world(world, mode):
     """Members and others interleave their calls differently: groups must not wait for each other."""
@@ -554,6 +572,7 @@ def test_a_subgroup_in_another_order_of_calls_than_the_world(world, mode):
         gather_and_check(world, comm, "bfloat16", 777, seed=2)
 
 
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("EXCH-5")
 def test_several_communicators_on_one_group_keep_their_data_apart(world, mode):
     comms = [world.communicator(mode) for _ in range(3)]
@@ -566,6 +585,7 @@ def test_several_communicators_on_one_group_keep_their_data_apart(world, mode):
             check()
 
 
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("EXCH-5")
 def test_communicators_of_different_modes_live_together(world):
     comms = [world.communicator(mode) for mode in world.subject.capabilities.modes]

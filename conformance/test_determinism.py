@@ -15,6 +15,7 @@ from conformance.exercise import (
     FURTHER,
     IN_PARTS,
     OPERATIONS,
+    claimed,
     configurations,
     exercise,
     inputs_of_all,
@@ -49,6 +50,7 @@ def test_every_rank_writes_the_same_frame(world):
 
 
 @pytest.mark.requires("decides")
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("SAME-2")
 @pytest.mark.gpu
 def test_the_same_call_sends_as_many_bytes_every_time_on_every_rank(world, mode):
@@ -85,8 +87,7 @@ def test_every_configuration_gives_the_same_words(world, operation):
 def test_the_same_call_again_and_again_gives_the_same_bits(world, mode):
     """Reductions without a claim on their order too: whatever it is, it must not change from call to call."""
     comm = world.communicator(mode)
-    operations = [o for o in ALL if o in world.subject.capabilities.operations]
-    for operation in operations:
+    for operation in claimed(world, ALL):
         inputs = inputs_of_all(operation, "two_gaussians", 3001, world.world_size, "bfloat16")
         seen = set()
         for _ in range(3):
@@ -157,6 +158,7 @@ def test_frames_of_pieces_decode_to_the_whole(world):
 
 
 @pytest.mark.requires("ordered_sum")
+@pytest.mark.requires(operations="reduce_scatter_tensor")
 @pytest.mark.proves("SUM-1", "SAME-4")
 def test_sums_do_not_depend_on_how_many_communicators_live(world: World) -> None:
     """The count of other live communicators must not choose an order of summation."""

@@ -34,6 +34,7 @@ def test_waits_in_reverse_order_on_some_ranks_give_each_call_its_own_data(world,
 
 
 @every_operation
+@pytest.mark.requires(operations="barrier")
 @pytest.mark.proves("EXCH-2")
 @pytest.mark.gpu
 def test_a_wait_behind_a_barrier_of_another_group_is_no_deadlock(world, mode, operation):
@@ -63,6 +64,7 @@ def test_a_wait_behind_a_barrier_of_torch_s_group_is_no_deadlock(world, mode, op
 
 
 @every_operation
+@pytest.mark.requires(operations="barrier")
 @pytest.mark.proves("WORK-4")
 @pytest.mark.gpu
 def test_a_work_dropped_without_wait_finishes_all_the_same(world, mode, operation):
@@ -76,6 +78,7 @@ def test_a_work_dropped_without_wait_finishes_all_the_same(world, mode, operatio
     start(world, comm, operation, 2).finish()
 
 
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("EXCH-1", "EXCH-5")
 @pytest.mark.gpu
 def test_gathers_prefetched_and_reductions_behind_them_as_in_fsdp2(world, mode):
@@ -96,6 +99,7 @@ def test_gathers_prefetched_and_reductions_behind_them_as_in_fsdp2(world, mode):
 
 
 @pytest.mark.requires("independent")
+@pytest.mark.requires(operations=("all_gather_into_tensor", "all_to_all_single"))
 @pytest.mark.proves("EXCH-5")
 @pytest.mark.gpu
 def test_two_communicators_called_in_another_order_on_each_rank(world, mode):
@@ -106,6 +110,7 @@ def test_two_communicators_called_in_another_order_on_each_rank(world, mode):
         call.finish()
 
 
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("EXCH-2")
 def test_torch_s_own_collectives_between_ours_are_not_disturbed(world, mode):
     comm = world.communicator(mode)
@@ -148,6 +153,7 @@ def test_inputs_dropped_after_the_call_live_as_long_as_it_needs_them(world, mode
 
 
 @pytest.mark.requires("verifies")
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("WORK-3")
 def test_a_work_knows_when_it_is_done(world, mode):
     comm = world.communicator(mode)

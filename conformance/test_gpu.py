@@ -23,7 +23,18 @@ import numpy as np
 import pytest
 import torch
 
-from conformance.exercise import FURTHER, IN_PARTS, OPERATIONS, Part, exercise, inputs_of_all, issue, supported, wanted
+from conformance.exercise import (
+    FURTHER,
+    IN_PARTS,
+    OPERATIONS,
+    Part,
+    exercise,
+    inputs_of_all,
+    issue,
+    meet,
+    supported,
+    wanted,
+)
 from conformance.oracle import POISON_BYTE, Poisoned, check_output, poisoned, tensor_of
 from conformance.plugin import World
 
@@ -320,7 +331,7 @@ def test_tensors_let_go_of_right_after_the_call_while_others_take_their_memory(w
             others += [torch.full((n,), OTHERS_BITS, dtype=torch.int16, device=world.device) for n in sizes]
         for call in calls:
             call.finish()
-    comm.barrier()
+    meet(world, comm)
     synchronize(world.device)
     for other in others:
         assert bool((other == OTHERS_BITS).all()), "a call has written to memory that was no longer its own"
@@ -438,6 +449,7 @@ def test_many_calls_issued_before_the_first_wait(world, record_row):
 
 @needs_cuda
 @pytest.mark.requires("checks_arguments")
+@pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("GPU-3", "ARGS-3")
 def test_a_call_in_a_graph_under_capture_is_refused_and_harms_nothing(world, mode):
     comm, slot = world.communicator(mode), Slot(world, "all_gather_into_tensor", N)

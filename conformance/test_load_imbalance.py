@@ -114,6 +114,7 @@ def test_ranks_whose_words_compress_unevenly(world, record_row, shares):
         record_row("load imbalance", matrix=shares, mode=mode, **told_by_all(world, comm, seconds))
 
 
+@pytest.mark.operation("every")
 @pytest.mark.proves("LOAD-3")
 def test_one_rank_zeros_and_one_random_bits_through_every_operation(world, mode):
     comm = world.communicator(mode)

@@ -57,6 +57,7 @@ def test_one_rank_late_before_every_wait_and_not_before_the_calls(world, mode):
             call.finish()
 
 
+@pytest.mark.requires(operations="all_to_all_single")
 @pytest.mark.proves("SLOW-1", "SLOW-2")
 @pytest.mark.parametrize("shape", ["jitter", "ramp", "on_and_off", "once"])
 def test_lateness_of_any_shape_changes_no_bit(world, shape):
@@ -153,7 +154,7 @@ def test_a_rank_over_the_limit_is_named_by_all_in_every_operation(world):
     if world.world_size == 1:
         return
     late_rank = world.world_size - 1
-    comms = {o: world.communicator(timeout_s=LIMIT_S) for o in (*supported(world, COLLECTIVES), "barrier")}
+    comms = {o: world.communicator(timeout_s=LIMIT_S) for o in supported(world, (*COLLECTIVES, "barrier"))}
     calls: dict[str, Callable[[], Any]] = {
         o: (lambda o=o: start(world, comms[o], o, 0, async_op=False)) if o != "barrier" else comms[o].barrier
         for o in comms
@@ -165,6 +166,7 @@ def test_a_rank_over_the_limit_is_named_by_all_in_every_operation(world):
 
 @pytest.mark.operation("all_gather_into_tensor")
 @pytest.mark.requires("names_stragglers")
+@pytest.mark.requires(operations="barrier")
 @pytest.mark.proves("SLOW-3", "SLOW-6", "SLOW-7")
 def test_every_rank_over_the_limit_is_named_and_a_new_communicator_works(world):
     """One rank fails, too, before it makes its Communicator on a second group, whose other ranks wait in vain."""
@@ -197,7 +199,7 @@ def test_every_rank_over_the_limit_is_named_and_a_new_communicator_works(world):
 
 
 @pytest.mark.operation("send_recv")
-@pytest.mark.requires("names_stragglers", operations=("send", "recv"))
+@pytest.mark.requires("names_stragglers", operations=("send", "recv", "barrier"))
 @pytest.mark.parametrize("side", ["sender", "receiver"])
 @pytest.mark.proves("SLOW-3")
 def test_a_late_side_of_a_message_is_named_by_the_other(world, side):

@@ -163,7 +163,7 @@ class Player:
             self.do_barrier(where)
 
 
-@pytest.mark.requires("independent")
+@pytest.mark.requires("independent", operations="barrier")
 @pytest.mark.limit_s(150)
 @pytest.mark.proves("EXCH-1", "EXCH-6", "WORK-4")
 def test_any_interleaving_of_asynchronous_calls_gives_each_its_own_data(world, mode):

@@ -475,12 +475,65 @@ def test_wrong_arguments_are_refused_before_anything_starts(tmp_path, args, says
     assert not run.report
 
 
+@pytest.mark.parametrize(
+    "subject, says",
+    [
+        ("no_such_package.judged:subject", "ModuleNotFoundError: No module named 'no_such_package'"),
+        ("judged:nope", "AttributeError: module 'judged' has no attribute 'nope'"),
+        ("judged:half", "gave a Half without communicator, codec: wanted the members of conformance.subject.Subject"),
+        ("judged:vague", "capabilities: wanted a conformance.subject.Capabilities, got a dict"),
+        ("judged:fails", "OSError: no library of that name"),
+        ("broken.no_such", "no such planted defect"),
+    ],
+)
+def test_a_subject_that_is_none_is_refused_in_a_line_before_anything_starts(tmp_path, subject, says):
+    (tmp_path / "judged.py").write_text(
+        "class Half: name, capabilities = 'half', {}\n"
+        "def half(): return Half()\n"
+        "def vague():\n"
+        "    Half.communicator = Half.codec = lambda self: None\n"
+        "    return Half()\n"
+        "def fails(): raise OSError('no library of that name')\n"
+    )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    suite = str(ROOT / "conformance" / "test_sum.py")
+    run = run_pytest(tmp_path / "run", suite, "--subject", subject, cwd=tmp_path, limit_s=30)
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR, run.out + run.err
+    [line] = [line for line in (run.out + run.err).splitlines() if line.strip()]
+    assert line.startswith(f"ERROR: --subject '{subject}'")
+    assert says in line
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize("paths", [("conformance/meta",), ("-m", "not gpu", "zipccl_core/tests", "conformance/meta")])
 def test_only_what_was_named_is_run(tmp_path, paths):
     run = run_pytest(tmp_path / "run", *paths, "-q", "-k", "test_merge_ or test_digest_of_five", limit_s=60)
     assert run.returncode == 0, run.out + run.err
     assert f"{4 if len(paths) == 1 else 5} passed" in run.out
     assert not (tmp_path / "run").exists(), "no ranks were asked for"
+
+
+@pytest.mark.parametrize(
+    "name", ["barrier", "all_gather_into_tensor", "all_to_all_single", "all_reduce", "send_and_recv"]
+)
+def test_nothing_fails_of_operations_that_a_correct_subject_does_not_claim(tmp_path, name):
+    """It has no others: a test that called one would FAIL, and one that some ranks only ask would be a disagreement."""
+    args = (
+        "--subject",
+        f"conformance.meta.few:{name}",
+        "--world-size=2",
+        "--limit-s=30",
+        "-k",
+        "not golden and not broken",
+    )
+    run = run_pytest(tmp_path / "run", "conformance", *args, limit_s=100)
+    kinds = set(run.kinds().values())
+    assert kinds == {"PASS", "UNSUPPORTED"}, run.out + run.err
+    assert run.returncode == 0, run.out + run.err
+    judged = [r["nodeid"] for r in run.results.values() if r["kind"] == "PASS" and r["operation"]]
+    assert judged, "what is claimed is judged"
+    reasons = {r["reason"] for r in run.results.values() if "among its operations" in r["reason"]}
+    assert reasons, "what is not claimed is said"
 
 
 # ---------------------------------------------------------------------------------------------------- pure parts

@@ -43,6 +43,8 @@ SHOWN_BY = {
         "test_in_step.py::test_all_ranks_report_the_same_minimal_example_and_who_failed",
         "test_in_step.py::test_the_printed_command_runs_the_minimal_example_again",
     ),
+    "PLUGIN-12": ("test_plugin.py::test_nothing_fails_of_operations_that_a_correct_subject_does_not_claim",),
+    "PLUGIN-13": ("test_plugin.py::test_a_subject_that_is_none_is_refused_in_a_line_before_anything_starts",),
     "JUDGE-3": (
         "test_oracle.py::test_ordered_sum_equals_numpys_float32_in_rank_order",
         "test_oracle.py::test_premul_rounds_before_the_sum",
