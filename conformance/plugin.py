@@ -36,6 +36,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import gc
 import hashlib
 import json
@@ -275,7 +276,8 @@ def _launch(config: pytest.Config, ranked_args: list[str]) -> pytest.ExitCode:
     run_dir = run_dir_of(config)
     plan = plan_of(config, ranked_args, inner_args(config, ranked_args), run_dir, stop_at_first=option.maxfail == 1)
     junit = Path(config.invocation_params.dir, option.xmlpath) if option.xmlpath else run_dir / "junit.xml"
-    reporter = Reporter(run_dir, option.subject, verbose=option.verbose)
+    again = functools.partial(command, config, world_size=option.world_size)
+    reporter = Reporter(run_dir, option.subject, again, verbose=option.verbose)
     run = launch(plan, reporter.on_result, reporter.on_tick)
     reporter.finish(run, junit)
     if run.ok():
@@ -624,12 +626,7 @@ class World:
 
     def command(self, *more: str) -> str:
         """What a person types to run this test again."""
-        option = self._ranked.config.option
-        args = [self._nodeid, "--subject", option.subject, "--world-size", str(self._ranked.world_size), *more]
-        for name, default in (("device", "cpu"), ("backend", "auto")):
-            if getattr(option, name) != default:
-                args += [f"--{name}", getattr(option, name)]
-        return shlex.join(["python", "-m", "pytest", *args])
+        return command(self._ranked.config, self._nodeid, self._ranked.world_size, *more)
 
     def leave(self) -> None:
         """Tell ranks that wait for this one in an exchange, now or later, that it failed and does not come."""
@@ -655,6 +652,16 @@ class World:
         names = self.exchange(name, limit_s)
         if len(set(names)) != 1:
             raise AssertionError(f"barrier_store: the ranks stand at different barriers: {names}")
+
+
+def command(config: pytest.Config, nodeid: str, world_size: int, *more: str) -> str:
+    """What a person types, in the root folder, to run one test again."""
+    option = config.option
+    args = [nodeid, "--subject", option.subject, "--world-size", str(world_size), *more]
+    for name, default in (("device", "cpu"), ("backend", "auto")):
+        if getattr(option, name) != default:
+            args += [f"--{name}", getattr(option, name)]
+    return shlex.join(["python", "-m", "pytest", *args])
 
 
 class NoGpu(RuntimeError):

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -30,14 +31,20 @@ TICK_S = 5.0
 ROWS_SHOWN = 40
 REASON_CHARS = 200
 NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd]")
+AGAIN = re.compile(r"^(?:E +)?run it again: (.+)$", re.MULTILINE)
 MIN_COLUMNS = 100
 DOCUMENT = Path(__file__).parents[1] / "docs" / "CONFORMANCE.md"
 
 
 class Reporter:
-    """Prints while a run goes on and writes its reports at the end. A failed report goes to stderr at once."""
+    """Prints while a run goes on and writes its reports at the end. A failed report goes to stderr at once.
 
-    def __init__(self, run_dir: Path, subject: str, *, verbose: int = 0) -> None:
+    Args:
+        again: node id → the command that runs it again.
+    """
+
+    def __init__(self, run_dir: Path, subject: str, again: Callable[[str], str], *, verbose: int = 0) -> None:
+        self.again = again
         self.out = _console(sys.stdout)
         self.err = _console(sys.stderr)
         self.run_dir = run_dir
@@ -61,8 +68,11 @@ class Reporter:
         if self.verbose > 0:
             self.out.print(f"{result.nodeid} {result.kind} {result.reason}"[:300], markup=False, highlight=False)
         if result.kind in ("FAIL", "ERROR"):
-            self.err.rule(f"{result.kind} {result.nodeid}", style=COLOURS[result.kind], characters="_")
+            heading = f" {result.kind} {result.nodeid} ".center(self.err.width, "_")  # whole, however long
+            self.err.print(Text(heading, style=COLOURS[result.kind]), soft_wrap=True)
             self.err.print(Text(result.text or result.reason), soft_wrap=True)
+            if not AGAIN.search(result.text):
+                self.err.print(Text(f"run it again: {self.again(result.nodeid)}"), soft_wrap=True)
 
     def _close_file(self) -> None:
         if self._file and not self._live:
@@ -93,7 +103,7 @@ class Reporter:
             self._live.stop()
             self._live = None
         self._close_file()
-        show(run, self.out)
+        show(run, self.out, self.again)
         write_junit(run, junit)
         (self.run_dir / "report.json").write_text(json.dumps(as_json(run), indent=1) + "\n")
         self.out.print(f"reports: {junit}, {self.run_dir / 'report.json'}", highlight=False, soft_wrap=True)
@@ -153,8 +163,12 @@ def frames_by_kind(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def show(run: Run, out: Console) -> None:
-    """The tables of a run, its problems, and one line for every test that failed or was not supported."""
+def show(run: Run, out: Console, again: Callable[[str], str] | None = None) -> None:
+    """The tables of a run, its problems, and a line for every test that failed or was not supported.
+
+    Args:
+        again: node id → the command that runs it again, shown below each that failed; None: it is not known.
+    """
     if run.header:
         out.print(_table("run", ["", ""], list(run.header.items())))
     per: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
@@ -205,6 +219,10 @@ def show(run: Run, out: Console) -> None:
         if r.kind in ("FAIL", "ERROR", "XFAIL"):
             word = {"FAIL": "FAILED", "ERROR": "ERROR", "XFAIL": "XFAIL"}[r.kind]
             out.print(f"{word} {r.nodeid} - {r.reason[:REASON_CHARS]}", markup=False, highlight=False, soft_wrap=True)
+            drawn = AGAIN.search(r.text)  # runs the one example again
+            if r.kind != "XFAIL" and (drawn or again):
+                line = drawn[1] if drawn else again(r.nodeid) if again else ""
+                out.print(f"  run it again: {line}", markup=False, highlight=False, soft_wrap=True)
     for problem in run.problems:
         out.print(f"PROBLEM {problem}", style="red", markup=False, highlight=False, soft_wrap=True)
 

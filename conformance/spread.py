@@ -9,6 +9,7 @@ What the workers' launchers wrote becomes one JUnit and one JSON in the end, as 
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 import pytest
 
 from conformance.launch import EventLog, Follower, Result, Run, launch
-from conformance.plugin import as_reports, inner_args, is_ranked, plan_of, run_dir_of
+from conformance.plugin import as_reports, command, inner_args, is_ranked, plan_of, run_dir_of
 from conformance.report import Reporter, as_json, from_json
 
 WAIT_S = 0.5
@@ -75,7 +76,8 @@ class Controller:
             whole.problems += [f"{path.parent.name}: {problem}" for problem in part.problems]
             whole.started = min(whole.started or part.started, part.started)
             whole.ended = max(whole.ended, part.ended)
-        Reporter(self.run_dir, self.config.option.subject).finish(whole, self.junit)
+        again = functools.partial(command, self.config, world_size=whole.world_size)
+        Reporter(self.run_dir, self.config.option.subject, again).finish(whole, self.junit)
         if whole.problems and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

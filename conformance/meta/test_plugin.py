@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -125,6 +126,17 @@ def test_last_passes(world):
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     return run_file(tmp_path_factory.mktemp("alone"), ALONE, 3, "--group-timeout-s=4", "--junitxml=run/junit.xml")
+
+
+def test_what_failed_is_named_whole_with_the_command_that_runs_it_again(alone):
+    failed = [r["nodeid"] for r in alone.results.values() if r["kind"] in ("FAIL", "ERROR")]
+    assert failed
+    for nodeid in failed:
+        command = f"run it again: python -m pytest {nodeid} --subject torch_native --world-size 3"
+        assert re.search(rf"^_* (FAIL|ERROR) {re.escape(nodeid)} _*$", alone.err, re.MULTILINE), alone.err
+        assert command in alone.err.splitlines(), alone.err
+        assert re.search(rf"^(FAILED|ERROR) {re.escape(nodeid)} - .*\n  {re.escape(command)}$", alone.out, re.MULTILINE)
+    assert alone.out.count("run it again:") == len(failed)
 
 
 def test_every_verdict_is_of_the_right_kind(alone):
