@@ -28,7 +28,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -372,13 +372,18 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any("error" in row for row in rows) else 0
 
 
-def main() -> int:
+def status_of(script: str, work: Callable[[], int]) -> int:
+    """The exit status of a benchmark; an error of ours, the same on all ranks, is a line on rank 0 and status 1."""
     try:
-        return run(parser().parse_args())
-    except ZipcclError as error:  # the same on all ranks
+        return work()
+    except ZipcclError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"benchmarks/collectives.py: {error}", file=sys.stderr)
+            print(f"benchmarks/{script}: {error}", file=sys.stderr)
         return 1
+
+
+def main() -> int:
+    return status_of("collectives.py", lambda: run(parser().parse_args()))
 
 
 if __name__ == "__main__":

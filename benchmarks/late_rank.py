@@ -40,8 +40,8 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.collectives import OUT, commit, result_name  # noqa: E402
-from zipccl_core import Codebook, Communicator, Policy, ZipcclError, bench, decode, encode, read_header  # noqa: E402
+from benchmarks.collectives import OUT, commit, result_name, status_of  # noqa: E402
+from zipccl_core import Codebook, Communicator, Policy, bench, decode, encode, read_header  # noqa: E402
 
 START = "torchrun --nproc-per-node 4 benchmarks/late_rank.py"
 SIGMA = 0.02
@@ -294,12 +294,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    try:
-        return run(parser().parse_args())
-    except ZipcclError as error:  # the same on all ranks
-        if os.environ.get("RANK", "0") == "0":
-            print(f"benchmarks/late_rank.py: {error}", file=sys.stderr)
-        return 1
+    return status_of("late_rank.py", lambda: run(parser().parse_args()))
 
 
 if __name__ == "__main__":

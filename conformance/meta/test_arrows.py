@@ -23,10 +23,10 @@ CORE_MAY = {
     "frame": ("errors",),
     "codebook": ("errors", "frame"),
     "codec": ("errors", "frame", "codebook"),
-    "policy.cost": ("errors",),
-    "policy.switch": ("errors", "frame", "codebook", "policy.cost"),
-    "policy": ("errors", "policy.cost", "policy.switch"),
-    "collectives": ("errors", "frame", "codebook", "codec", "policy", "policy.cost", "policy.switch"),
+    "policy.threshold": (),
+    "policy.switch": ("errors", "frame", "codebook"),
+    "policy": ("errors", "policy.switch"),
+    "collectives": ("errors", "frame", "codebook", "codec", "policy", "policy.threshold", "policy.switch"),
 }
 SEAMS = ("torch_backend", "ddp", "fsdp2")
 JIT = "zipccl_core.codec.cuda.jit"

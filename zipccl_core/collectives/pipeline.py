@@ -390,8 +390,8 @@ class Pipeline:
         fatal = False
         if error is None and refused is not None:
             error, fatal = refused.error, refused.fatal
-        raw = sum(m.sent().raw_bytes for m in outgoing.values() if m.coded)
-        sent = sum(m.sent().sent_bytes for m in outgoing.values() if m.coded)
+        coded = [m.sent() for m in outgoing.values() if m.coded]
+        raw, sent = sum(s.raw_bytes for s in coded), sum(s.sent_bytes for s in coded)
 
         def to(peer: int) -> Sizes:
             frames = outgoing[peer].frames if peer in outgoing else ()

@@ -249,8 +249,7 @@ class Verdict:
         magic, kind, fatal, sequence, src, raw, sent, text_bytes, n_damaged, *damaged = cls._BODY.unpack_from(body)
         if magic != cls.MAGIC or kind > len(ERROR_KINDS) or text_bytes > cls._TEXT_BYTES or n_damaged > MOST_DAMAGED:
             raise CorruptFrame(f"verdict: magic {magic!r}, kind {kind} are none of ours")
-        text = body[cls._BODY.size : cls._BODY.size + text_bytes].decode(errors="replace")
-        error = ERROR_KINDS[kind - 1](text) if kind else None
+        error = _unpacked_error(kind, body[cls._BODY.size :][:text_bytes])
         return cls(sequence, src, error, bool(fatal), tuple(damaged[:n_damaged]), raw, sent)
 
 
@@ -294,14 +293,19 @@ class Sizes:
         magic, kind, fatal, sequence, src, raw, sent, text_bytes, n_frames, *numbers = cls._BODY.unpack_from(body)
         if magic != cls.MAGIC or kind > len(ERROR_KINDS) or text_bytes > cls._TEXT_BYTES or n_frames > MOST_CHUNKS:
             raise CorruptFrame(f"sizes: magic {magic!r}, kind {kind}, {n_frames} frames are none of ours")
-        text = body[cls._BODY.size : cls._BODY.size + text_bytes].decode(errors="replace")
+        error = _unpacked_error(kind, body[cls._BODY.size :][:text_bytes])
         frames = tuple(zip(numbers[0 : 2 * n_frames : 2], numbers[1 : 2 * n_frames : 2], strict=True))
-        return cls(sequence, src, ERROR_KINDS[kind - 1](text) if kind else None, bool(fatal), raw, sent, frames)
+        return cls(sequence, src, error, bool(fatal), raw, sent, frames)
 
 
 def _packed_error(error: ZipcclError | None, most_bytes: int) -> tuple[int, bytes]:
     """(0, nothing), or 1 + the kind's index and the text, cut to most_bytes."""
     return (0, b"") if error is None else (1 + _kind_index(error), str(error).encode()[:most_bytes])
+
+
+def _unpacked_error(kind: int, text: bytes) -> ZipcclError | None:
+    """The error that was packed so; kind is checked."""
+    return ERROR_KINDS[kind - 1](text.decode(errors="replace")) if kind else None
 
 
 def _kind_index(error: ZipcclError) -> int:
