@@ -41,7 +41,7 @@ from .call import Call, Heard, Refused, data_tag, phase_range, title
 from .message import Incoming, Message, Sent, dtype_text, encode_message
 from .pipeline import Pipeline
 from .seam import Seam
-from .transport import Control, Transport, Watched
+from .transport import Control, Disconnected, Transport, Watched, is_of_the_connection
 from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
 
 log = logging.getLogger("zipccl")
@@ -244,6 +244,8 @@ class Exchange:
                 self._execute(call)
             except ZipcclError as exc:
                 call.error = again(exc)  # without the traceback, which holds on to the buffers
+            except Disconnected as exc:  # a peer may be gone before anything was posted to it
+                call.error = again(self.transport_failed(title(call), exc, [exc.peer]))
             except BaseException as exc:  # a waiter must never be left hanging, whatever went wrong here
                 call.error = self.give_up(
                     PeerError(f"rank {self.rank} failed in {title(call)}: {type(exc).__name__}: {exc}"), exc
@@ -592,7 +594,7 @@ class Exchange:
         try:
             call.native(group(), timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as exc:
-            if "imed out" in str(exc) or "onnection" in str(exc):
+            if is_of_the_connection(exc):
                 raise self.transport_failed(title(call), exc, self.peers) from exc
             raise Refused(InvalidArgument(f"{title(call)}: the backend refuses it: {exc}"), False) from exc
 
@@ -608,10 +610,7 @@ class Exchange:
         verdicts = {self.rank: Verdict.parse(packed)}  # as the peers read it
         self.reached("verdict", call)
         for peer in self.peers:
-            try:
-                call.control_sends.append((peer, self.transport.send_control(packed, peer)))
-            except RuntimeError as exc:
-                raise self.transport_failed(title(call), exc, [peer]) from exc
+            call.control_sends.append((peer, self.transport.send_control(packed, peer)))
         for src, data in self._control(call, Verdict.MAGIC, deadline):
             verdicts[src] = self._parsed(call, src, Verdict.parse, data)
         return [verdicts[r] for r in range(self.size)]
@@ -629,10 +628,7 @@ class Exchange:
         """Tell every peer what is for it, and hear the same; all that is known, in rank order, own included."""
         known = {self.rank: Sizes.parse(mine(self.rank).pack())}  # as the peers read it
         for peer in self.peers:
-            try:
-                call.control_sends.append((peer, self.transport.send_control(mine(peer).pack(), peer)))
-            except RuntimeError as exc:
-                raise self.transport_failed(title(call), exc, [peer]) from exc
+            call.control_sends.append((peer, self.transport.send_control(mine(peer).pack(), peer)))
         for src, data in self._control(call, Sizes.MAGIC, deadline):
             known[src] = self._parsed(call, src, Sizes.parse, data)
         return [known[r] for r in range(self.size)]
@@ -745,7 +741,13 @@ class Exchange:
             raise self.transport_failed(what, exc, waiting_for) from exc
 
     def transport_failed(self, what: str, exc: BaseException, ranks: list[int]) -> ZipcclError:
-        """What to raise after a transfer failed: the error that some rank has published, or a new one."""
+        """What to raise after a transfer failed: the error that some rank has published, or a new one.
+
+        Args:
+            ranks: whom to name, unless exc knows better.
+        """
+        if isinstance(exc, Disconnected):
+            ranks = [exc.peer]
         names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
         if "imed out" in str(exc):
             return self.give_up(

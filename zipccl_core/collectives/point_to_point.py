@@ -22,6 +22,7 @@ from ..policy.switch import Decision, explain
 from .call import Call
 from .exchange import EXIT_S, Exchange, Work, again
 from .message import Incoming, Message, dtype_text, encode_message
+from .transport import Disconnected
 from .wire import CallRecord, Verdict
 
 TAGS = 1 << 27
@@ -96,6 +97,8 @@ class _Channel:
                 self._carry(call)
             except ZipcclError as exc:
                 call.error = again(exc)
+            except Disconnected as exc:
+                call.error = again(self._exchange.transport_failed(self._title(call), exc, [exc.peer]))
             except BaseException as exc:  # a waiter must never be left hanging, whatever went wrong here
                 what = f"rank {self._exchange.rank} failed in {self._title(call)}: {type(exc).__name__}: {exc}"
                 call.error = self._exchange.give_up(PeerError(what), exc)
@@ -184,11 +187,8 @@ class _Channel:
         # The two directions between two ranks are two channels: the sender's side of each has tags of its own.
         out, back = (tag, tag + _MIRROR) if self._is_sender else (tag + _MIRROR, tag)
         buffer = torch.empty(size, dtype=torch.uint8)
-        try:
-            sent = exchange.transport.send("control", data, self._peer, out)
-            came = exchange.transport.recv("control", buffer, self._peer, back)
-        except RuntimeError as exc:
-            raise exchange.transport_failed(title, exc, [self._peer]) from exc
+        sent = exchange.transport.send("control", data, self._peer, out)
+        came = exchange.transport.recv("control", buffer, self._peer, back)
         exchange.wait_until(deadline, came, title, [self._peer])
         exchange.wait_until(deadline, sent, title, [self._peer])
         return buffer.numpy().tobytes()

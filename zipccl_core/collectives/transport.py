@@ -12,6 +12,7 @@ import contextlib
 import queue
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -30,6 +31,23 @@ _FAREWELL_S = 2.0
 _CONNECT_S = 30.0
 _BYE = b"ZBYE".ljust(CONTROL_BYTES, b"\0")
 GROUPS = ("control", "data", "phase_two", "native")
+
+
+def is_of_the_connection(exc: BaseException) -> bool:
+    """Whether a backend's error is of a connection, or of the time, and not of what it was asked to do."""
+    return any(mark in str(exc) for mark in ("imed out", "onnection", "roken pipe", "transport/tcp"))
+
+
+class Disconnected(RuntimeError):
+    """The connection to a peer is lost, which may show when a transfer is posted as well as when it is waited for.
+
+    Attributes:
+        peer: group rank.
+    """
+
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(why)
+        self.peer = peer
 
 
 @dataclass(frozen=True)
@@ -90,13 +108,15 @@ class Transport:
             raise RuntimeError("the connections of this Communicator are closed") from None
 
     def send(self, group: str, data: bytes | torch.Tensor, peer: int, tag: int) -> Any:
-        """Post bytes to a peer; a Work that keeps them alive."""
+        """Post bytes to a peer; a Work that keeps them alive. Disconnected if that cannot be, here or in its wait."""
         tensor = as_tensor(data) if isinstance(data, bytes) else data
-        return _Kept(self.group(group).send([tensor], peer, tag), tensor)
+        with _with(peer):
+            return _Kept(self.group(group).send([tensor], peer, tag), tensor, peer)
 
     def recv(self, group: str, buffer: torch.Tensor, peer: int, tag: int) -> Any:
-        """Post a receive from a peer; a Work."""
-        return _Kept(self.group(group).recv([buffer], peer, tag), buffer)
+        """Post a receive from a peer; a Work. Disconnected as for `send`."""
+        with _with(peer):
+            return _Kept(self.group(group).recv([buffer], peer, tag), buffer, peer)
 
     def send_control(self, data: bytes, peer: int) -> Any:
         """Post a control message of CONTROL_BYTES."""
@@ -182,22 +202,23 @@ class Watched:
     def __init__(self, work: Any) -> None:
         self.over = threading.Event()
         self.tensor: torch.Tensor = work.tensor
-        self._work, self._failed = work, ""
+        self._work = work
+        self._failed: RuntimeError | None = None
 
     def run(self, timeout: timedelta) -> None:
         """Wait for it, on this thread."""
         try:
             self._work.wait(timeout)
         except RuntimeError as exc:
-            self._failed = str(exc)
+            self._failed = exc
         self.over.set()
 
     def wait(self, timeout: timedelta) -> None:
         """Wait until the other thread has; RuntimeError if it failed or is not over by then."""
         if not self.over.wait(timeout.total_seconds()):
             raise RuntimeError("timed out")
-        if self._failed:
-            raise RuntimeError(self._failed)
+        if self._failed is not None:
+            raise self._failed
 
 
 @dataclass
@@ -206,6 +227,19 @@ class _Kept:
 
     work: Any
     tensor: torch.Tensor
+    peer: int
 
     def wait(self, timeout: timedelta) -> None:
-        self.work.wait(timeout)
+        with _with(self.peer):
+            self.work.wait(timeout)
+
+
+@contextlib.contextmanager
+def _with(peer: int) -> Iterator[None]:
+    """Say whose connection is lost; a time that is out says nothing of the connection."""
+    try:
+        yield
+    except RuntimeError as exc:
+        if "imed out" in str(exc):
+            raise
+        raise Disconnected(peer, str(exc)) from exc

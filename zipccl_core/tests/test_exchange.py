@@ -283,6 +283,55 @@ def test_a_rank_that_is_gone_is_an_error_on_the_others_and_not_a_hang() -> None:
     made.close()
 
 
+class Dying:
+    """A seam by which rank 1 dies in one phase, and the others go on in one of theirs only when they can know of it."""
+
+    def __init__(self, made: Ranks, rank: int, dead: threading.Event, over: threading.Event, phase: str) -> None:
+        self._transport = made.comms[rank]._exchange.transport
+        self._rank, self._dead, self._over, self._phase = rank, dead, over, phase
+
+    def reached(self, phase: str, operation: str, sequence: int, peer: int, data: Any) -> None:
+        if self._rank == 1 and phase == ("encode" if self._phase == "encode" else "verdict"):
+            time.sleep(0.2)  # what it has sent arrives
+            self._transport.abort()
+            self._dead.set()
+            self._over.wait(30)  # the dead say nothing
+        elif self._rank != 1 and phase == self._phase and (phase != "receive" or peer == 1):
+            assert self._dead.wait(10)
+            time.sleep(0.2)  # the news arrives
+
+
+@pytest.mark.parametrize("phase", ["encode", "receive", "verdict"])
+@pytest.mark.parametrize("operation", ["all_gather", "send"])
+def test_a_rank_that_died_before_anything_was_posted_to_it_is_named_on_the_others(phase: str, operation: str) -> None:
+    made = Ranks(2 if operation == "send" else 3, replace(POLICY, timeout_s=60.0))
+    dead, over = threading.Event(), threading.Event()
+    for rank, comm in enumerate(made.comms):
+        comm._exchange.seam = Dying(made, rank, dead, over, phase)
+    others = [rank for rank in range(made.n) if rank != 1]
+    left = threading.Barrier(len(others), over.set)
+
+    def run(rank: int) -> Any:
+        if operation == "send":
+            comm = made.comms[rank]
+            works = [comm.isend(words(rank), 1 - rank), comm.irecv(words(9), 1 - rank)]
+        else:
+            out = torch.empty(made.n * N_WORDS, dtype=torch.bfloat16)
+            works = [made.comms[rank].all_gather_into_tensor(out, words(rank), async_op=True)]
+        try:
+            for work in works:
+                work.wait()
+        finally:
+            if rank != 1:
+                left.wait()
+
+    results = made.each(run)
+    text = one_error([results[rank] for rank in others], PeerError)
+    assert "rank 1" in text
+    assert "see whether it died" in text
+    made.close()
+
+
 def test_a_rank_that_waits_for_another_is_woken_when_a_third_gives_up() -> None:
     made = Ranks(3, Policy(timeout_s=60.0))
 
