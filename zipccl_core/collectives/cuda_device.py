@@ -82,7 +82,9 @@ class CudaDevice:
                 f"tensors of one Communicator must be on one device: this one began on {self._device}, got {device}; "
                 "make another Communicator for it"
             )
-        if torch.cuda.is_current_stream_capturing():
+        with torch.cuda.device(self._device):  # a stream is current on each device
+            capturing = torch.cuda.is_current_stream_capturing()
+        if capturing:
             raise InvalidArgument(
                 "a collective cannot be captured into a CUDA graph, since the host takes part in it; "
                 "keep it out of the graph, or use the process group's own"
