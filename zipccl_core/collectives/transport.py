@@ -147,7 +147,7 @@ class Transport:
             deadline = time.monotonic() + _FAREWELL_S
             for listener in self.listeners:
                 listener.join(max(deadline - time.monotonic(), 0))
-            # None is kept: a Work holds its group's connections, and what is dropped by itself takes its 25 ms by itself.
+            # None is kept: a Work holds its group's connections, and abort() would not be their end.
             while farewells and not any(t.is_alive() for t in self.listeners):
                 farewells.pop().wait(timedelta(seconds=_FAREWELL_S))
         self.abort()
