@@ -125,6 +125,7 @@ class _Rank:
 
     number: int
     tail: Tail
+    generation: int = 0
     pid: int = 0
     in_test: dict[str, Any] | None = None
     busy: bool = False
@@ -149,6 +150,7 @@ class Follower:
         self.run = run
         self.on_result = on_result
         self.ranks: dict[int, _Rank] = {}
+        self._settled = -1  # the latest generation whose dead rank, if there was one, has had its verdict
 
     def poll(self) -> bool:
         """Read what is new; True if anything was."""
@@ -162,6 +164,9 @@ class Follower:
     def _take(self, rank: _Rank, e: dict[str, Any]) -> None:
         kind = e["event"]
         if kind == "start":
+            if 0 < rank.generation == max(r.generation for r in self.ranks.values()):
+                self.settle_dead()  # a generation has ended that nobody has judged: this run is read again
+            rank.generation += 1
             rank.pid, rank.in_test, rank.exit, rank.ended, rank.last_index = e["pid"], None, None, False, -1
             rank.busy, rank.stopped, rank.last_nodeid = False, False, ""
             self.run.started = self.run.started or e["t"]
@@ -206,6 +211,64 @@ class Follower:
         dead = [r for r in dead if not r.meant_to_end()] or dead
         return min(dead, key=lambda r: r.exit["t"] if r.exit else 0.0) if dead else None
 
+    def settle_dead(self) -> int | None:
+        """Give the test in which a rank of the present generation died its verdict, once.
+
+        Returns:
+            The index of the last test not to be run again; None if nothing can follow, or nobody died.
+        """
+        generation = max((r.generation for r in self.ranks.values()), default=0)
+        fatal = self.fatal()
+        if fatal is None or generation <= self._settled:
+            return None
+        self._settled = generation
+        exit_event = fatal.exit or {}
+        fatal = next((r for r in self.ranks.values() if r.stopped), fatal)  # those who waited for it may end first
+        test = fatal.in_test
+        how = describe_exit(exit_event["code"])
+        if test is None:
+            where = f"after {fatal.last_nodeid}" if fatal.last_nodeid else "before its first test"
+            verb = "was stopped" if fatal.stopped else "died"
+            text = f"rank {fatal.number} {verb} {where} ({how}); the end of its log:"
+            self.run.problems.append(f"{text}\n{self._log_tail(fatal)}")
+            return fatal.last_index if fatal.last_nodeid and not fatal.ended else None
+        if fatal.meant_to_end() and test["nodeid"] in self.run.results:
+            return int(test["index"])  # the survivors have judged it
+        hung = exit_event["t"] - test["t"] >= test["limit_s"]
+        others: list[int] = []
+        if fatal.stopped:
+            reason = (
+                f"rank {fatal.number} was stopped (SIGSTOP): not finished within the limit of {test['limit_s']:g} s"
+            )
+        elif hung:
+            numbers = [r.number for r in self.ranks.values() if r.busy and r.last_index == test["index"]]
+            who = "all ranks" if len(numbers) == self.run.world_size > 1 else " ".join(f"rank {n}" for n in numbers)
+            others = [n for n in numbers if n != fatal.number]
+            reason = f"{who} hung: not finished within the limit of {test['limit_s']:g} s"
+        else:
+            reason = f"rank {fatal.number} died: {how}"
+        old = self.run.results.get(test["nodeid"])
+        by_rank = dict(old.by_rank) if old else {}
+        for r in self.ranks.values():
+            by_rank.setdefault(str(r.number), "ended by torchrun after that" if r.in_test else "finished")
+        by_rank[str(fatal.number)] = "was stopped" if fatal.stopped else "hung" if hung else f"died: {how}"
+        text = "\n".join(
+            [
+                f"{reason}; the end of its log ({self.run.run_dir}/rank{fatal.number}.log):",
+                self._log_tail(fatal),
+                *(f"rank {n} at that time:\n{self._log_tail(self.ranks[n])}" for n in others),
+                *([old.text] if old and old.text else []),
+            ]
+        )
+        seconds = exit_event["t"] - test["t"]
+        self.settle(
+            Result(test["nodeid"], "FAIL", reason, text, by_rank, test.get("operation", ""), seconds), over=True
+        )
+        return int(test["index"])
+
+    def _log_tail(self, rank: _Rank) -> str:
+        return log_tail(self.run.run_dir, rank.number, rank.generation)
+
     def overdue(self, grace_s: float) -> list[_Rank]:
         """Ranks whose outcome of the latest test is missing grace_s after its limit."""
         started = [r for r in self.ranks.values() if r.in_test and not r.exit]
@@ -228,11 +291,11 @@ def describe_exit(code: int) -> str:
         return f"signal {-code}"
 
 
-def log_tail(run_dir: Path, rank: int, lines: int = 60) -> str:
-    """The last lines of what a rank of the present generation printed; of a dump of stacks its first."""
+def log_tail(run_dir: Path, rank: int, generation: int, lines: int = 60) -> str:
+    """The last lines of what a rank printed in a generation, counted from 1; of a dump of stacks its first."""
     path = run_dir / f"rank{rank}.log"
     text = path.read_text(errors="replace") if path.exists() else ""
-    whole = text.rpartition(GENERATION_MARK)[2].splitlines()[1:]
+    whole = text.rpartition(f"{GENERATION_MARK} {generation}\n")[2].partition(GENERATION_MARK)[0].splitlines()
     dumps = [i for i, line in enumerate(whole) if "Fatal Python error" in line or "Timeout (" in line]
     return "\n".join(whole[max(dumps[-1] - 5, 0) :][:lines] if dumps else whole[-lines:])
 
@@ -314,7 +377,7 @@ def launch(plan: Plan, on_result: Callable[[Result], None], on_tick: Callable[[R
                 if process.returncode and not run.problems:
                     run.problems.append(_agent_text(plan, process.returncode))
                 break
-            index = _settle_dead(plan, follower, fatal)
+            index = follower.settle_dead()
             if index is None or plan.stop_at_first or (not plan.orders and index + 1 >= len(run.nodeids)):
                 break
             first_index = index + 1
@@ -469,57 +532,13 @@ def _agent_text(plan: Plan, code: int) -> str:
     return "\n".join([f"torchrun ended with {describe_exit(code)} and no rank said why:", *log[-25:]])
 
 
-def _settle_dead(plan: Plan, follower: Follower, fatal: _Rank) -> int | None:
-    """Give the test a rank died in its verdict. Returns the index of the last test not to be run again, or None."""
-    exit_event = fatal.exit or {}
-    fatal = next((r for r in follower.ranks.values() if r.stopped), fatal)  # those who waited for it may end first
-    test = fatal.in_test
-    how = describe_exit(exit_event["code"])
-    if test is None:
-        where = f"after {fatal.last_nodeid}" if fatal.last_nodeid else "before its first test"
-        verb = "was stopped" if fatal.stopped else "died"
-        text = f"rank {fatal.number} {verb} {where} ({how}); the end of its log:"
-        follower.run.problems.append(f"{text}\n{log_tail(plan.run_dir, fatal.number)}")
-        return fatal.last_index if fatal.last_nodeid and not fatal.ended else None
-    if fatal.meant_to_end() and test["nodeid"] in follower.run.results:
-        return int(test["index"])  # the survivors have judged it
-    hung = exit_event["t"] - test["t"] >= test["limit_s"]
-    others: list[int] = []
-    if fatal.stopped:
-        reason = f"rank {fatal.number} was stopped (SIGSTOP): not finished within the limit of {test['limit_s']:g} s"
-    elif hung:
-        numbers = [r.number for r in follower.ranks.values() if r.busy and r.last_index == test["index"]]
-        who = "all ranks" if len(numbers) == plan.world_size > 1 else " ".join(f"rank {n}" for n in numbers)
-        others = [n for n in numbers if n != fatal.number]
-        reason = f"{who} hung: not finished within the limit of {test['limit_s']:g} s"
-    else:
-        reason = f"rank {fatal.number} died: {how}"
-    old = follower.run.results.get(test["nodeid"])
-    by_rank = dict(old.by_rank) if old else {}
-    for r in follower.ranks.values():
-        by_rank.setdefault(str(r.number), "ended by torchrun after that" if r.in_test else "finished")
-    by_rank[str(fatal.number)] = "was stopped" if fatal.stopped else "hung" if hung else f"died: {how}"
-    text = "\n".join(
-        [
-            f"{reason}; the end of its log ({plan.run_dir}/rank{fatal.number}.log):",
-            log_tail(plan.run_dir, fatal.number),
-            *(f"rank {n} at that time:\n{log_tail(plan.run_dir, n)}" for n in others),
-            *([old.text] if old and old.text else []),
-        ]
-    )
-    seconds = exit_event["t"] - test["t"]
-    follower.settle(
-        Result(test["nodeid"], "FAIL", reason, text, by_rank, test.get("operation", ""), seconds), over=True
-    )
-    return int(test["index"])
-
-
 def read_run(run_dir: Path) -> Run:
     """Judge a finished run again from its logs alone."""
     numbers = sorted(int(p.stem.removeprefix("rank")) for p in run_dir.glob("rank*.jsonl"))
     run = Run(run_dir, len(numbers))
     follower = Follower(run)
     follower.poll()
+    follower.settle_dead()
     for rank in follower.ranks.values():
         if rank.in_test and rank.in_test["nodeid"] not in run.results:
             run.problems.append(f"rank {rank.number} did not finish {rank.in_test['nodeid']}")

@@ -590,6 +590,34 @@ def test_tail_leaves_an_unfinished_line_for_later(tmp_path):
     assert list(tail.read()) == [{"b": 2}]
 
 
+def test_a_rank_that_died_after_its_outcome_is_found_in_the_logs_of_a_run_that_went_on(tmp_path):
+    def verdict(name, t):
+        return {"event": "verdict", "t": t, "index": 0, "result": {"nodeid": name, "kind": "PASS"}}
+
+    def begun(name, t):
+        return {"event": "test_start", "t": t, "index": 0, "nodeid": name, "limit_s": 60.0}
+
+    start = {"event": "start", "pid": 1}
+    ends = [{**start, "t": 9.0}, begun("t::b", 9.5), verdict("t::b", 9.6), {"event": "end", "t": 9.7}]
+    ends.append({"event": "exit", "t": 9.8, "code": 0, "told": False})
+    died = [{**start, "t": 1.0}, begun("t::a", 2.0), {"event": "outcome", "t": 3.0}]
+    died.append({"event": "exit", "t": 3.1, "code": -9, "told": False})
+    survived = [{**start, "t": 1.0}, begun("t::a", 2.0), {"event": "outcome", "t": 3.0}, verdict("t::a", 3.2)]
+    survived.append({"event": "exit", "t": 3.3, "code": -15, "told": True})
+    for rank, events in enumerate(([*died, *ends], [*survived, *ends])):
+        (tmp_path / f"rank{rank}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    (tmp_path / "rank0.log").write_text("==== generation 1\nlast words\n==== generation 2\nof another\n")
+    run = read_run(tmp_path)
+    assert {r.nodeid: r.kind for r in run.results.values()} == {"t::a": "FAIL", "t::b": "PASS"}
+    assert run.results["t::a"].reason == "rank 0 died: signal SIGKILL"
+    assert "last words" in run.results["t::a"].text
+    assert "of another" not in run.results["t::a"].text
+
+
+def test_a_directory_without_a_run_is_not_sound(tmp_path):
+    assert not read_run(tmp_path).ok()
+
+
 def test_words_of_the_report(tmp_path):
     (tmp_path / "rank0.jsonl").write_text(json.dumps({"event": "start", "t": 1.0, "pid": 1}) + "\n")
     run = read_run(tmp_path)
