@@ -57,7 +57,7 @@ class OutOfStep(BaseException):
 
 
 class _Steps:
-    """The examples of one test. `perform` runs one of them on this rank."""
+    """The examples of one test. `perform` runs one of them on this rank; the next begins without its Communicators."""
 
     def __init__(self, world: World, perform: Callable[[Any], None]) -> None:
         self.world, self.perform = world, perform
@@ -135,12 +135,18 @@ class _Steps:
             with warnings.catch_warnings():
                 if self.world.rank:  # assume() is deprecated outside Hypothesis, and only rank 0 is inside
                     warnings.simplefilter("ignore", HypothesisDeprecationWarning)
-                with self.world.apart():
-                    self.perform(example)
+                with self.world.apart(), self.world.released():
+                    try:
+                        self.perform(example)
+                    except UnsatisfiedAssumption:
+                        raise
+                    except Exception:
+                        order = self.world.take_number()  # before what follows from it can fail on other ranks
+                        raise
         except UnsatisfiedAssumption:
             rejected = True
         except Exception as e:
-            order = self.world.take_number()
+            order = order or self.world.take_number()
             line = "".join(traceback.format_exception_only(e)).strip()[:LINE_LIMIT_CHARS]
             text = "".join(traceback.format_exception(e))[-TEXT_LIMIT_CHARS:]
         told = self.world.exchange((digest, rejected, order, line, text))
@@ -225,7 +231,7 @@ def in_step(
     Raises:
         ExampleFailed: on all ranks, with the minimal example.
     """
-    steps = _Steps(world, _released(world, check))
+    steps = _Steps(world, check)
 
     def run(example: Any) -> None:
         steps.lead(example)
@@ -241,7 +247,7 @@ def given_in_step(world: World, function: Any, fixtures: dict[str, Any]) -> None
     def perform(drawn: dict[str, Any]) -> None:
         inner(**fixtures, **drawn)
 
-    steps = _Steps(world, _released(world, perform))
+    steps = _Steps(world, perform)
 
     def publish(**arguments: Any) -> None:
         steps.lead({name: value for name, value in arguments.items() if name not in fixtures})
@@ -303,20 +309,10 @@ def programs_in_step(
     Raises:
         ExampleFailed: on all ranks, with the minimal program.
     """
-    steps = _Steps(world, _released(world, play))
+    steps = _Steps(world, play)
     bound = type(machine.__name__, (machine,), {"publish": staticmethod(steps.lead)})
     how = settings_of(world, max_examples=max_examples, stateful_step_count=max_steps)
     steps.run(lambda: run_state_machine_as_test(_aimed(world, bound), settings=how))
-
-
-def _released(world: World, check: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Check, and close the Communicators it made whatever happened: the next example begins without them."""
-
-    def checked(example: Any) -> None:
-        with world.released():
-            check(example)
-
-    return checked
 
 
 __all__ = [

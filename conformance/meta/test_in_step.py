@@ -38,6 +38,9 @@ def test_passes_and_all_ranks_see_the_same(world):
     assert len(set(seen)) > 10
 
 def test_one_rank_fails_before_its_collective(world):
+    if world.rank == 1:
+        at_once = world.take_number
+        world.take_number = lambda: (time.sleep(0.02), at_once())[1]  # what is only lucky to be first is not
     def check(w):
         if world.rank == 1:
             assert not (w > 1000).any(), f"planted: {w.max()}"
