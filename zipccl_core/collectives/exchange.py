@@ -151,6 +151,7 @@ class Exchange:
         self.arrived_last: Counter[int] = Counter()
         self._pending: ZipcclError | None = None
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._ahead: deque[Call | None] = deque()  # taken from there before their turn; of the progress thread
         self._stash: dict[int, dict[bytes, deque[Control]]] = {
             p: {CallRecord.MAGIC: deque(), Sizes.MAGIC: deque(), Verdict.MAGIC: deque()} for p in self.peers
         }
@@ -265,7 +266,7 @@ class Exchange:
 
     def _next(self) -> Call | None:
         """The next call, None for the end; looks after what devices are busy with meanwhile."""
-        while True:
+        while not self._ahead:
             busy = [p for p in list(self.pipelines.values()) if p.busy] if self.broken is None else []
             try:
                 return self._calls.get(timeout=_SWEEP_S if busy else None)
@@ -278,6 +279,16 @@ class Exchange:
                         text = f"rank {self.rank} failed in what a device still does: {type(exc).__name__}: {exc}"
                         self.give_up(PeerError(text), exc)
                     self.untold = self.broken
+        return self._ahead.popleft()
+
+    def _tell_ahead(self) -> None:
+        """Tell of the calls that are queued: their records travel while this rank waits for what this call needs."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                call = self._calls.get_nowait()
+                self._ahead.append(call)
+                if call is not None and call.straight is None and not call.told:
+                    self.send_records(call)
 
     def _execute(self, call: Call) -> None:
         if self.broken is not None:
@@ -294,6 +305,8 @@ class Exchange:
             raise again(call.before.error)
         if not call.told:
             self.send_records(call)
+        if pipeline is not None:
+            self._tell_ahead()
         if call.send_failure is not None:
             raise self.transport_failed(title(call), call.send_failure[1], [call.send_failure[0]])
         pending, self._pending = self._pending, None  # what the call before found out after it had returned
@@ -629,6 +642,7 @@ class Exchange:
         known = {self.rank: Sizes.parse(mine(self.rank).pack())}  # as the peers read it
         for peer in self.peers:
             call.control_sends.append((peer, self.transport.send_control(mine(peer).pack(), peer)))
+        self._tell_ahead()
         for src, data in self._control(call, Sizes.MAGIC, deadline):
             known[src] = self._parsed(call, src, Sizes.parse, data)
         return [known[r] for r in range(self.size)]

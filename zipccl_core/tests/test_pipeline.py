@@ -155,6 +155,39 @@ def test_every_operation_is_bit_exact(make: Any, link: str, dtype: torch.dtype, 
         assert ranks.each(run) == [[True] * 4] * 3, n
 
 
+class Watching:
+    """A seam of which a test says what happens where."""
+
+    def __init__(self, at: dict[tuple[str, int], Callable[[], object]]) -> None:
+        self._at = at
+
+    def reached(self, phase: str, operation: str, sequence: int, peer: int, words: Any) -> None:
+        self._at.get((phase, sequence), lambda: None)()
+
+
+def test_records_of_queued_calls_are_told_before_the_call_before_them_is_over(make: Callable[..., DeviceRanks]) -> None:
+    ranks = make(2)
+    queued, heard, seen = threading.Event(), threading.Event(), []
+    exchanges = [comm._exchange for comm in ranks.comms]
+    exchanges[0].seam = Watching(
+        {("encode", 0): lambda: queued.wait(10), ("decode", 0): lambda: seen.append(heard.wait(10))}
+    )
+    exchanges[1].seam = Watching({("send", 1): heard.set})
+
+    def run(rank: int) -> bool:
+        mine = data(9000, rank)
+        outs = [nothing(18000), nothing(18000)]
+        works = [ranks.comms[rank].all_gather_into_tensor(out, mine, async_op=True) for out in outs]
+        if rank == 0:
+            queued.set()
+        for work in works:
+            work.wait()
+        return all(same(out, torch.cat([data(9000, r) for r in range(2)])) for out in outs)
+
+    assert ranks.each(run) == [True, True]
+    assert seen == [True], "rank 0 had to finish its first call before rank 1 heard of the second"
+
+
 @pytest.mark.usefixtures("small_chunks")
 def test_lists_roots_and_strided_tensors_go_through_the_pipeline_too(make: Any) -> None:
     ranks, n = make(3, pause_s=0.0005), 2 * BLOCK_WORDS + 10

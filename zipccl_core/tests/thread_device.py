@@ -60,6 +60,10 @@ class Stream:
     def busy(self) -> bool:
         return not self._work.empty()
 
+    @property
+    def is_this_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
     def close(self) -> None:
         self._work.put(None)
         self._thread.join(10)
@@ -292,11 +296,8 @@ class ThreadLink:
         return _Ordered(self._device, arrived)
 
     def group(self) -> Any:
-        if self.straight:  # a call that starts at once stands behind those that the stream still has to start
-            begun = Event()
-            self._device.streams["link"].put(begun.done.set)
-            assert begun.done.wait(60), "the link never came to its end"
-        return self._transport.group("native")
+        group = self._transport.group("native")
+        return _InOrder(group, self._device.streams["link"]) if self.straight else group
 
     def begin(self, start: Callable[[], Any]) -> Any:
         ready, arrived = self._device.mark(), Event()
@@ -318,6 +319,20 @@ class ThreadLink:
 
     def close(self) -> None:
         self._device.streams["link"].put(lambda: None)
+
+
+class _InOrder:
+    """A group whose calls stand behind what the link's stream still has to start."""
+
+    def __init__(self, group: Any, link: Stream) -> None:
+        self._group, self._link = group, link
+
+    def __getattr__(self, name: str) -> Any:
+        if not self._link.is_this_thread:
+            begun = Event()
+            self._link.put(begun.done.set)
+            assert begun.done.wait(60), "the link never came to its end"
+        return getattr(self._group, name)
 
 
 class _Ordered:
