@@ -223,7 +223,8 @@ class Follower:
             return None
         self._settled = generation
         exit_event = fatal.exit or {}
-        fatal = next((r for r in self.ranks.values() if r.stopped), fatal)  # those who waited for it may end first
+        stopped = (r for r in self.ranks.values() if r.stopped and r.generation == generation)
+        fatal = next(stopped, fatal)  # those who waited for it may end first
         test = fatal.in_test
         how = describe_exit(exit_event["code"])
         if test is None:
@@ -271,14 +272,16 @@ class Follower:
 
     def overdue(self, grace_s: float) -> list[_Rank]:
         """Ranks whose outcome of the latest test is missing grace_s after its limit."""
-        started = [r for r in self.ranks.values() if r.in_test and not r.exit]
+        latest = max((r.generation for r in self.ranks.values()), default=0)
+        ranks = [r for r in self.ranks.values() if r.generation == latest]  # what is older has ended
+        started = [r for r in ranks if r.in_test and not r.exit]
         if not started:
             return []
         index = max(r.last_index for r in started)
         tests = [r.in_test for r in started if r.last_index == index and r.in_test]
         if time.time() - min(t["t"] for t in tests) < tests[0]["limit_s"] + grace_s:
             return []
-        return [r for r in self.ranks.values() if r.pid and not r.exit and (r.last_index < index or r.busy)]
+        return [r for r in ranks if r.pid and not r.exit and (r.last_index < index or r.busy)]
 
 
 def describe_exit(code: int) -> str:
@@ -551,15 +554,20 @@ def supervise(run_dir: Path, pytest_args: list[str]) -> int:
     rank = int(os.environ["RANK"])
     told: list[int] = []
     log = (run_dir / f"rank{rank}.log").open("ab")
-    child = _start_rank(pytest_args, log)
+    child: Process | None = None
 
     def stop(signum: int, frame: object) -> None:
         told.append(signum)
-        child.kill()
+        if child is not None and child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)  # and no more: the wait() below may be amid hearing that it ended
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, stop)
     die_with_parent(signal.SIGTERM)
+    child = _start_rank(pytest_args, log)
+    if told:
+        child.kill()
     code = child.wait()
     path = run_dir / f"rank{rank}.jsonl"
     EventLog(path, rank=rank).write("exit", code=code, told=bool(told))

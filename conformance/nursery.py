@@ -288,7 +288,7 @@ class _Server:
                     self.take(self.listener.accept()[0])
                 elif key.data == "wake":
                     os.read(self.wake_read, 4096)
-                elif key.fileobj in self.selector.get_map():  # a client went away: it never sends twice
+                elif key.data in self.children:  # a client went away: it never sends twice
                     self.hang_up(key.data)
                 self.reap()
 
@@ -345,9 +345,13 @@ class _Server:
                     with contextlib.suppress(Exception):
                         stream.flush()
                 os._exit(code & 0xFF)
+        try:
+            _answer(connection, pid=pid)
+        except OSError:  # who asked is gone; reap() passes over what it does not know
+            os.kill(pid, signal.SIGKILL)
+            raise
         self.children[pid] = connection, request["on_hangup"]
         self.selector.register(connection, selectors.EVENT_READ, pid)
-        _answer(connection, pid=pid)
 
     def become(self, connection: socket.socket, request: dict[str, Any], files: list[int], parent: int) -> None:
         """In the child: leave everything of the nursery behind, and look like a process started from scratch."""
@@ -408,13 +412,17 @@ class _Server:
 
     def hang_up(self, pid: int) -> None:
         connection, sig = self.children[pid]
-        self.selector.unregister(connection)
+        with contextlib.suppress(KeyError):
+            self.selector.unregister(connection)
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, sig)
 
     def reap(self) -> None:
-        while self.children:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if pid == 0:
                 return
             if pid not in self.children:

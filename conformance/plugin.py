@@ -605,7 +605,7 @@ class World:
 
     def take_number(self) -> int:
         """Counts up over all ranks: of two ranks, who came first."""
-        return self._ranked.store.add(f"{self._key}/number")
+        return self._ranked.store.add(f"{self._ranked._key}/number")  # one count a test, also of what is apart in it
 
     @property
     def example_factor(self) -> float:

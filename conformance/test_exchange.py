@@ -158,9 +158,10 @@ def test_inputs_dropped_after_the_call_live_as_long_as_it_needs_them(world, mode
 def test_a_work_knows_when_it_is_done(world, mode):
     comm = world.communicator(mode)
     if world.rank == 0:
-        time.sleep(0.3)
+        world.barrier_store("the others have called, and looked")
     call = start(world, comm, "all_gather_into_tensor", 1)
     if world.rank:
         assert not call.work.is_completed()
+        world.barrier_store("the others have called, and looked")
     call.finish()
     assert call.work.is_completed()

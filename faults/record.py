@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -102,6 +103,23 @@ class Record:
             if same_kind and event["sequence"] == sequence:
                 return event
         return None
+
+    def called_by(self, rank: int, done: Mapping[str, Any]) -> float | None:
+        """When, at the latest, a rank of the group had made the call whose arrivals a "done" tells; None if unknown.
+
+        Those are of the latest call that was over: of asynchronous ones, perhaps one that was made after this.
+        """
+        made: dict[int, float | None] = {}  # number → when it is known to have been made; None: being made
+        for event in self.of_rank(rank, "phase"):
+            number = event["sequence"]
+            its_own = event["beat"] == done["beat"] and event["operation"] != "point_to_point"
+            if not its_own or number < done["sequence"] or event["at_s"] > done["at_s"]:
+                continue
+            if number in made:
+                made[number] = made[number] or float(event["at_s"])
+            elif event["phase"] == "issue":
+                made[number] = None
+        return max((at_s for at_s in made.values() if at_s is not None), default=None)
 
     def fired(self, index: int) -> list[tuple[int, dict[str, Any]]]:
         """(rank of the group, entry) of every strike of one planned fault."""

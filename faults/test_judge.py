@@ -183,6 +183,17 @@ def test_a_forged_run_is_not_good_though_every_hash_is_right(
     assert verdict.clauses[clause], verdict.complaints()
 
 
+def with_a_bystander_later_still(event: Event) -> Event:
+    if event["event"] == "done" and event["beat"] == "armed":
+        *first, (bystander, _), (last, late_us) = event["arrivals"]
+        event["arrivals"] = [*first, [last, late_us], [bystander, late_us + 5000.0]]
+    return event
+
+
+def test_a_machine_may_hold_up_anybody_as_long_as_the_late_rank_s_lateness_is_seen(late: Path, tmp_path: Path) -> None:
+    assert check(forged(late, tmp_path / "copy", with_a_bystander_later_still)).ok
+
+
 def unheard(event: Event) -> Event:
     if event["event"] == "done" and event["beat"] == "armed" and event["outcome"] == "error":
         return {**event, "outcome": "returned", "output_sha256": "0" * 64, "guards": ""}

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from conformance.launch import Tail, describe_exit, read_run
+from conformance.launch import Follower, Run, Tail, describe_exit, read_run
 from conformance.meta.launching import ROOT, Launched, run_file, run_pytest
 from conformance.plugin import merge
 from conformance.report import closing_line, frames_by_kind, suite_of
@@ -244,12 +244,23 @@ def do(how):
     if how == "hangs":
         time.sleep(1000)
 
+def await_end(pid):
+    until = time.monotonic() + 10
+    while time.monotonic() < until:
+        try:
+            if open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[0] in "TtZX":
+                return
+        except OSError:
+            return
+        time.sleep(0.01)
+
 def case(world, how, when):
     if world.rank == 1 and when == "before":
         do(how)
     if when == "inside":
+        pid = world.exchange(os.getpid())[1]
         if world.rank == 0:
-            time.sleep(0.6)
+            time.sleep(0.6) if how == "hangs" else await_end(pid)
         elif how == "hangs":
             dist.all_reduce(torch.empty(1), async_op=True)
             do(how)
@@ -612,6 +623,18 @@ def test_a_rank_that_died_after_its_outcome_is_found_in_the_logs_of_a_run_that_w
     assert run.results["t::a"].reason == "rank 0 died: signal SIGKILL"
     assert "last words" in run.results["t::a"].text
     assert "of another" not in run.results["t::a"].text
+
+
+def test_a_rank_of_an_earlier_generation_makes_nobody_overdue(tmp_path):
+    begun = [{"event": "start", "t": 1.0, "pid": 11}]
+    begun.append({"event": "test_start", "t": 2.0, "index": 4, "nodeid": "t::a", "limit_s": 1.0})
+    died = {"event": "exit", "t": 3.0, "code": -9, "told": False}
+    again = {"event": "start", "t": 4.0, "pid": 12}
+    for rank, events in enumerate(([*begun, died, again], begun)):  # nobody wrote down how rank 1 ended
+        (tmp_path / f"rank{rank}.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events))
+    follower = Follower(Run(tmp_path, 2))
+    follower.poll()
+    assert follower.overdue(0.0) == []
 
 
 def test_a_directory_without_a_run_is_not_sound(tmp_path):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from faults.fault import SCRIPT_PHASES, SEAM_PHASES, Fault, Moment, Planned
-from faults.kinds.delay import lateness_unseen
+from faults.kinds.delay import lateness_unseen, went_on_s
 from faults.record import Record
 
 
@@ -34,4 +34,5 @@ class HoldGil(Fault):
 
     @classmethod
     def observed(cls, planned: Planned, record: Record) -> list[str]:
-        return lateness_unseen(planned, record, {s["sequence"]: planned.args["ms"] for s in planned.strikes})
+        late_ms = {s["sequence"]: planned.args["ms"] for s in planned.strikes}
+        return lateness_unseen(planned, record, late_ms, went_on_s(planned, record))

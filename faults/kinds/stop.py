@@ -39,7 +39,9 @@ class Stop(Fault):
         if bool(resumed) != bool(wanted_s):
             return [f"rank {rank} was{' not' if wanted_s else ''} resumed"]
         ms = 1000 * (resumed[0]["at_s"] - stopped[0]["at_s"]) if resumed else 1e9
-        return lateness_unseen(planned, record, {s["sequence"]: ms for s in planned.strikes})
+        until_s = stopped[0]["at_s"] + wanted_s
+        numbers = [s["sequence"] for s in planned.strikes]
+        return lateness_unseen(planned, record, dict.fromkeys(numbers, ms), dict.fromkeys(numbers, until_s))
 
     @classmethod
     def sound(cls, planned: Planned, entry: Mapping[str, Any]) -> str:
