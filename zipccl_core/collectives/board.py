@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import queue
+import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -15,7 +18,42 @@ from .wire import ERROR_KINDS
 
 _ERROR_KEY = "error"
 _POLL_S = 0.005
+_ANSWER_S = 2.0  # what a store may take for one answer
+_Answer = TypeVar("_Answer")
 _KINDS = {kind.__name__: kind for kind in ERROR_KINDS}
+
+
+class StoreGone(RuntimeError):
+    """The store does not answer. Most often the process that hosts it, rank 0's or the launcher, is dead or stopped."""
+
+
+def bounded(ask: Callable[[], _Answer], seconds: float) -> _Answer:
+    """What ask() gives. It runs on a thread of its own: a call on a store whose host is stopped never returns.
+
+    Raises:
+        StoreGone: it has not returned within so many seconds, or the store's connection is lost.
+        ZipcclError: it did.
+    """
+    answers: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            answers.put((ask(), None))
+        except Exception as exc:
+            answers.put((None, exc.with_traceback(None)))
+
+    try:
+        threading.Thread(target=run, name="zipccl-store", daemon=True).start()
+        answer, failed = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise StoreGone(f"the store of the process group gives no answer within {seconds:g} s") from None
+    except RuntimeError as exc:  # no thread can be started
+        raise StoreGone(str(exc)) from exc
+    if isinstance(failed, (RuntimeError, ValueError)) and not isinstance(failed, ZipcclError):
+        raise StoreGone(f"the store of the process group is gone: {failed}".splitlines()[0])
+    if failed is not None:
+        raise failed
+    return cast("_Answer", answer)
 
 
 def group_store(group: dist.ProcessGroup, timeout_s: float) -> Store:
@@ -24,7 +62,21 @@ def group_store(group: dist.ProcessGroup, timeout_s: float) -> Store:
     Its blocking calls are bounded by timeout_s. The store itself counts the Communicators that each rank makes on a
     group, so they must be made in one order on all its ranks, as with torch's own groups; and a group that is made
     again with an old name on an old store meets no old keys.
+
+    Raises:
+        PeerError: the group's store does not answer.
     """
+    try:
+        return bounded(lambda: _group_store(group, timeout_s), timeout_s)
+    except StoreGone as exc:
+        raise _no_store(exc) from exc
+
+
+def _no_store(exc: StoreGone) -> PeerError:
+    return PeerError(f"Communicator: {exc}; see whether the process that hosts it, often that of rank 0, is alive")
+
+
+def _group_store(group: dist.ProcessGroup, timeout_s: float) -> Store:
     get = getattr(dist.distributed_c10d, "_get_process_group_store")  # noqa: B009  (private, hence spelled out)
     store = get(group)
     if hasattr(store, "clone"):  # a client of its own: a thread that waits in the store holds its client's lock
@@ -45,6 +97,17 @@ class Board:
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self.gone = ""  # why the store is not asked any more: a call that does not return holds its client
+
+    def _ask(self, ask: Callable[[], _Answer], seconds: float) -> _Answer:
+        """`bounded`, and no more once the store is gone."""
+        if self.gone:
+            raise StoreGone(self.gone)
+        try:
+            return bounded(ask, seconds)
+        except StoreGone as exc:
+            self.gone = str(exc)
+            raise
 
     def agree(self, facts: dict[str, Any], timeout_s: float) -> None:
         """Compare `facts` of all ranks; the same error on every rank if they differ or one does not come.
@@ -53,6 +116,12 @@ class Board:
             PeerError: naming the first pair and fact that differ.
             RankTimeout: naming the ranks that did not come within timeout_s.
         """
+        try:
+            self._ask(lambda: self._agree(facts, timeout_s), timeout_s + _ANSWER_S)
+        except StoreGone as exc:
+            raise _no_store(exc) from exc
+
+    def _agree(self, facts: dict[str, Any], timeout_s: float) -> None:
         mine = json.dumps(facts, sort_keys=True)
         self._store.set(f"facts/{self._rank}", mine)
         deadline = time.monotonic() + timeout_s
@@ -82,8 +151,15 @@ class Board:
         """What every rank says under a name that is used once, in rank order; anything that JSON holds.
 
         Raises:
+            PeerError: the group's store does not answer.
             RankTimeout: naming the ranks that said nothing within timeout_s; on all that do.
         """
+        try:
+            return self._ask(lambda: self._share(name, mine, timeout_s), timeout_s + _ANSWER_S)
+        except StoreGone as exc:
+            raise _no_store(exc) from exc
+
+    def _share(self, name: str, mine: Any, timeout_s: float) -> list[Any]:
         self._store.set(f"{name}/{self._rank}", json.dumps(mine))
         keys = [f"{name}/{rank}" for rank in range(self._size)]
         deadline = time.monotonic() + timeout_s
@@ -94,26 +170,50 @@ class Board:
             time.sleep(_POLL_S)
         return [json.loads(self._store.get(key)) for key in keys]
 
+    def absent(self, name: str, grace_s: float) -> list[int]:
+        """The ranks that do not come here within grace_s, under a name that is used once; none if the store is gone."""
+
+        def look() -> list[int]:
+            self._store.set(f"{name}/{self._rank}", "here")
+            until = time.monotonic() + grace_s
+            while missing := [r for r in range(self._size) if not self._store.check([f"{name}/{r}"])]:
+                if time.monotonic() > until:
+                    return missing
+                time.sleep(_POLL_S)
+            return []
+
+        try:
+            return self._ask(look, grace_s + _ANSWER_S)
+        except StoreGone:
+            return []
+
     def settle(self, error: ZipcclError) -> ZipcclError:
-        """Publish a fatal error and return the one that all ranks raise: the first that was published."""
+        """Publish a fatal error and return the one that all ranks raise: the first that was published.
+
+        Without a store each rank raises what it knows.
+        """
         mine = json.dumps({"kind": type(error).__name__, "text": str(error)})
         try:
-            winner = self._store.compare_set(_ERROR_KEY, "", mine)
-        except (RuntimeError, ValueError) as exc:
-            return RankTimeout(f"the store of the process group is gone ({exc}); this rank knows only: {error}")
-        return _revive(winner)
+            return _revive(self._ask(lambda: self._store.compare_set(_ERROR_KEY, "", mine), _ANSWER_S))
+        except StoreGone:
+            return type(error)(*error.args)
 
     def published(self, grace_s: float) -> ZipcclError | None:
         """The fatal error that some rank has published, or publishes within grace_s; None otherwise."""
-        deadline = time.monotonic() + grace_s
-        try:
+
+        def look() -> bytes | None:
+            deadline = time.monotonic() + grace_s
             while not self._store.check([_ERROR_KEY]):
                 if time.monotonic() > deadline:
                     return None
                 time.sleep(_POLL_S)
-            return _revive(self._store.get(_ERROR_KEY))
-        except RuntimeError:
+            return bytes(self._store.get(_ERROR_KEY))
+
+        try:
+            found = self._ask(look, grace_s + _ANSWER_S)
+        except StoreGone:
             return None
+        return None if found is None else _revive(found)
 
     def backend_store(self, name: str) -> Store:
         """A store in which the process group `name` of this Communicator finds its ranks."""

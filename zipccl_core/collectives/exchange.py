@@ -47,6 +47,7 @@ from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
 log = logging.getLogger("zipccl")
 
 _GRACE_S = 1.0
+_NEWS_S = 0.2
 _SWEEP_S = 0.002
 _PATIENCE_S = 0.002  # what is less late is waited for: watching transfers costs a thread each
 _SPINS = 50
@@ -116,6 +117,7 @@ def _part_at_exit() -> None:
     deadline = time.monotonic() + EXIT_S
     for exchange in exchanges:
         exchange.stop(max(deadline - time.monotonic(), 0))
+        exchange.leaving = True
         exchange.transport.abort()
     deadline = time.monotonic() + _GRACE_S + 1
     for thread in (thread for exchange in exchanges for thread in exchange.threads()):
@@ -135,6 +137,7 @@ class Exchange:
         self.rank, self.size, self.policy = rank, size, policy
         self.broken: ZipcclError | None = None
         self.untold: ZipcclError | None = None  # what has finished it with no call under way: nobody has raised it yet
+        self._free_s = 0.0  # when the call before was over
         self._fingerprint = policy.fingerprint()
         self._switch, self._plain = Switch(policy), replace(policy, compress="never")
         self.stats: dict[str, Counter[str]] = {}
@@ -143,6 +146,7 @@ class Exchange:
         self.peers = [r for r in range(size) if r != rank]
         self._sequence = 0
         self._stopped = False
+        self.leaving = False  # this rank closes the connections: what is still under way is of its doing
         self._lock = threading.Lock()
         self._books_lock = threading.Lock()
         self.seam: Seam | None = None
@@ -199,7 +203,8 @@ class Exchange:
                 record = call.record_for(self.rank, peer, self._fingerprint)
                 call.control_sends.append((peer, self.transport.send_control(record.pack(), peer)))
             except RuntimeError as exc:
-                call.send_failure = call.send_failure or (peer, exc)
+                exc.__cause__ = exc.__context__ = None  # as the traceback, they hold the caller's frames
+                call.send_failure = call.send_failure or (peer, exc.with_traceback(None))
 
     def follow(self, call: Call) -> Work:
         """Hand a straight call to the progress thread, behind all others: it has no number."""
@@ -241,8 +246,10 @@ class Exchange:
     def _run(self) -> None:
         torch.set_flush_denormal(False)  # the mode is inherited from the thread that made this one
         while (call := self._next()) is not None:
+            failed = True
             try:
                 self._execute(call)
+                failed = False
             except ZipcclError as exc:
                 call.error = again(exc)  # without the traceback, which holds on to the buffers
             except Disconnected as exc:  # a peer may be gone before anything was posted to it
@@ -252,6 +259,10 @@ class Exchange:
                     PeerError(f"rank {self.rank} failed in {title(call)}: {type(exc).__name__}: {exc}"), exc
                 )
             finally:
+                if failed and call.error is None:  # giving up failed as well
+                    call.error = self.broken or PeerError(f"rank {self.rank} failed in {title(call)}")
+                call.control_sends, call.send_failure = [], None
+                self._free_s = time.monotonic()
                 call.finish = lambda: None  # let go of the caller's tensors
                 call.sends, call.receives, call.messages, call.native, call.before = [], [], {}, None, None
                 call.target = call.issued = call.straight = None
@@ -262,6 +273,7 @@ class Exchange:
                 pipeline.close()
             except Exception:  # the peers must hear of the end, whatever becomes of the device
                 log.exception("rank %d: closing what is on a device", self.rank)
+        self.leaving = True
         self.transport.close()
 
     def _next(self) -> Call | None:
@@ -444,6 +456,8 @@ class Exchange:
             lambda src: self._post(call, src, messages, arrivals, transfers),
             meanwhile=take_one_that_is_here,
         )
+        # Whoever came first gives up first: all give up then, and each names whom it waits for itself.
+        deadline = min(deadline, max(min(call.arrivals_s.values()), self._free_s) + self.policy.timeout_s)
         while arrivals or overflows:
             take(arrivals or overflows)
         refused = _after(heard.refused, wrong)
@@ -471,7 +485,8 @@ class Exchange:
             try:
                 record = CallRecord.parse(data)
             except ZipcclError as exc:
-                raise Refused(type(exc)(f"{title(call)}: from rank {src} to rank {self.rank}: {exc}"), True) from None
+                text = f"{title(call)}: from rank {src} to rank {self.rank}: {exc}"
+                raise self.give_up(type(exc)(text), exc) from exc
             heard.all_valid = heard.all_valid and record.valid
             if call.invalid is not None or not record.valid:
                 continue
@@ -575,7 +590,8 @@ class Exchange:
             rest = incoming.open()
         except CorruptFrame as exc:
             # Without a size to believe, a phase two cannot be received, so the sender may be left with it.
-            return Refused(CorruptFrame(f"{self._where(call, incoming)}: {exc}"), incoming.coded)
+            damaged = () if incoming.coded else (incoming.src,)
+            return Refused(CorruptFrame(f"{self._where(call, incoming)}: {exc}"), incoming.coded, damaged)
         if rest is None:
             return self._unpack(call, incoming)
         tag = data_tag(call)
@@ -709,9 +725,10 @@ class Exchange:
             self._lost[control.src] = control.lost
             return
         stash = self._stash[control.src]
-        kind = control.data[:4]
-        # What is neither is damaged; whoever parses it says so.
-        (stash[kind] if kind in stash else stash[CallRecord.MAGIC]).append(control)
+        came = control.data[:4]
+        # What is none of them is damaged; whoever waits, for whatever, parses it and says so.
+        for kind in (came,) if came in stash else tuple(stash):
+            stash[kind].append(control)
 
     # Waiting, and giving up
 
@@ -760,24 +777,35 @@ class Exchange:
         Args:
             ranks: whom to name, unless exc knows better.
         """
-        if isinstance(exc, Disconnected):
-            ranks = [exc.peer]
-        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
         if "imed out" in str(exc):
-            return self.give_up(
-                RankTimeout(
-                    f"{what}: {names} of {self.size} did not arrive within {self.policy.timeout_s:g} s; "
-                    "see what kept it, or raise Policy(timeout_s=…)"
-                ),
-                exc,
+            if len(ranks) > 1:  # who waits as this rank does comes to its deadline now, and says so
+                absent = self.board.absent(f"late/{what}", _GRACE_S / 2)
+                ranks = [r for r in ranks if r in absent] or ranks
+            text = (
+                f"{what}: {_names(ranks)} of {self.size} did not arrive within {self.policy.timeout_s:g} s; "
+                "see what kept it, or raise Policy(timeout_s=…)"
             )
+            return self.give_up(RankTimeout(text), exc)
+        if self.leaving:
+            text = (
+                f"{what}: rank {self.rank} of {self.size} left while it was under way; close() before the script ends"
+            )
+            return self.give_up(PeerError(text), exc)
         # A peer that gave up has published why before it closed its connections; one that died has not.
         published = self.board.published(_GRACE_S)
         if published is not None:
             return self._break(published)
-        return self.give_up(
-            PeerError(f"{what}: lost the connection while waiting for {names}: {exc}; see whether it died"), exc
-        )
+        ranks = self._first_lost() or ([exc.peer] if isinstance(exc, Disconnected) else ranks)
+        why = "" if self.board.gone else f": {exc}"  # without a store all say the same only if none says its own ports
+        text = f"{what}: lost the connection while waiting for {_names(ranks)}{why}; see whether it died"
+        return self.give_up(PeerError(text), exc)
+
+    def _first_lost(self) -> list[int]:
+        """The peer whose connection was lost first, if its listener knows already: others have only followed it."""
+        until = time.monotonic() + _NEWS_S
+        while not self.transport.lost and time.monotonic() < until:
+            time.sleep(_SWEEP_S)
+        return self.transport.lost[:1]
 
     def give_up(self, error: ZipcclError, cause: BaseException) -> ZipcclError:
         """Finish the Communicator with an error, or with the one that was published before it; returns that."""
@@ -787,9 +815,11 @@ class Exchange:
     def _break(self, error: ZipcclError) -> ZipcclError:
         """No call can follow; peers that wait for this rank notice by its closed connections."""
         self.broken = error
-        self.transport.abort()
-        for pipeline in self.pipelines.values():
-            pipeline.link.abort()
+        for abort in (self.transport.abort, *(p.link.abort for p in self.pipelines.values())):
+            try:
+                abort()
+            except Exception:  # the error must be raised, whatever becomes of the connections
+                log.exception("rank %d: giving up", self.rank)
         return again(error)
 
     # Books
@@ -844,6 +874,10 @@ class Exchange:
                 books[decision.mode] += calls
                 self.last_decision = decision
                 log.debug("rank %d: %s #%d: %s", self.rank, operation, decision.sequence, decision.reason)
+
+
+def _names(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks}"
 
 
 def _after(first: Refused | None, second: Refused | None) -> Refused | None:

@@ -31,6 +31,7 @@ from .chunks import Chunk, buffer_bytes, chunks_of
 from .device import STREAMS, Device, Event, HostCopy
 from .link import Link, Piece, Posted
 from .message import Sent, dtype_text, raw_view
+from .transport import is_of_the_connection
 from .wire import Sizes
 
 if TYPE_CHECKING:
@@ -562,12 +563,16 @@ class Pipeline:
         try:
             return self.link.post(out, into, data_tag(call), deadline)
         except RuntimeError as exc:
+            if not is_of_the_connection(exc):  # this rank's own trouble: no memory, a device that fails
+                raise
             raise self._exchange.transport_failed(title(call), exc, _peers(out, into)) from exc
 
     def _arrive(self, call: Call, posted: Posted, deadline: float) -> None:
         try:
             posted.arrive(deadline)
         except RuntimeError as exc:
+            if not is_of_the_connection(exc):
+                raise
             raise self._exchange.transport_failed(title(call), exc, self._exchange.peers) from exc
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CorruptFrame, PeerError, ZipcclError
+from ..errors import CorruptFrame, InvalidArgument, PeerError, ZipcclError
 from ..policy.switch import Decision, explain
 from .call import Call
 from .exchange import EXIT_S, Exchange, Work, again
@@ -52,6 +52,7 @@ class Channels:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._lock = threading.Lock()
+        self._stopped = False
         self._channels: dict[tuple[int, int, bool], _Channel] = {}
         _live.add(self)
 
@@ -59,6 +60,8 @@ class Channels:
         """Hand a call with one tensor to send, or one to receive, to its channel."""
         with self._lock:
             self._exchange.check_open("send" if is_sender else "recv")
+            if self._stopped:
+                raise InvalidArgument("point_to_point: this Communicator is closed; make another")
             key = (peer, tag, is_sender)
             if key not in self._channels:
                 self._channels[key] = _Channel(self._exchange, *key)
@@ -69,6 +72,7 @@ class Channels:
         """End the threads after the messages they have; waits at most timeout_s."""
         deadline = time.monotonic() + timeout_s
         with self._lock:
+            self._stopped = True
             channels = list(self._channels.values())
         for channel in channels:
             channel.calls.put(None)
@@ -92,9 +96,11 @@ class _Channel:
     def _run(self) -> None:
         while (call := self.calls.get()) is not None:
             call.sequence, self._sequence = self._sequence, self._sequence + 1
+            failed = True
             try:
                 self._exchange.check_open(call.operation)
                 self._carry(call)
+                failed = False
             except ZipcclError as exc:
                 call.error = again(exc)
             except Disconnected as exc:
@@ -103,6 +109,8 @@ class _Channel:
                 what = f"rank {self._exchange.rank} failed in {self._title(call)}: {type(exc).__name__}: {exc}"
                 call.error = self._exchange.give_up(PeerError(what), exc)
             finally:
+                if failed and call.error is None:  # giving up failed as well
+                    call.error = self._exchange.broken or PeerError(f"{self._title(call)} failed")
                 call.finish = lambda: None
                 call.sends, call.receives = [], []
                 call.done.set()
@@ -130,7 +138,8 @@ class _Channel:
             policy=exchange.policy.fingerprint(),
             valid=call.invalid is None,
         )
-        theirs = CallRecord.parse(self._swap(mine.pack(), CallRecord.BYTES, _RECORD, deadline, title))
+        came = self._swap(mine.pack(), CallRecord.BYTES, _RECORD, deadline, title)
+        theirs: CallRecord = self._parsed(CallRecord.parse, came, title)
         transfers: list[Any] = []
         error: ZipcclError | None = call.invalid
         fatal = False
@@ -145,7 +154,8 @@ class _Channel:
                 error, fatal = self._receive(call, call.receives[0], deadline, title)
         exchange.reached("verdict", call, self._peer)
         verdict = Verdict(call.sequence, exchange.rank, error, fatal).pack()
-        answer = Verdict.parse(self._swap(verdict, Verdict.BYTES, _VERDICT, deadline + 1.0, title))
+        came = self._swap(verdict, Verdict.BYTES, _VERDICT, deadline + 1.0, title)
+        answer: Verdict = self._parsed(Verdict.parse, came, title)
         both = sorted((Verdict.parse(verdict), answer), key=lambda v: v.src)
         failed = next((v.error for v in both if v.error is not None), None)
         if failed is not None and any(v.fatal for v in both):
@@ -180,6 +190,13 @@ class _Channel:
                 raise
             return type(exc)(f"{title}: {exc}"), False
         return None, False
+
+    def _parsed(self, parse: Any, data: bytes, title: str) -> Any:
+        """What the peer tells; the agreed fatal error if it is damaged, since this rank alone has seen that."""
+        try:
+            return parse(data)
+        except ZipcclError as exc:
+            raise self._exchange.give_up(type(exc)(f"{title}: {exc}"), exc) from exc
 
     def _swap(self, data: bytes, size: int, kind: int, deadline: float, title: str) -> bytes:
         """Send bytes to the peer and return its bytes of the same kind."""

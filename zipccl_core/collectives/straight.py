@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from ..errors import InvalidArgument, PeerError, ZipcclError
+from ..errors import InvalidArgument, ZipcclError
 from ..policy.switch import Decision
 from .call import Call
 from .exchange import Exchange
@@ -71,7 +71,7 @@ def _guarded(exchange: Exchange, operation: str, start: Callable[[], Any]) -> An
     except (ZipcclError, torch.cuda.OutOfMemoryError):
         raise
     except dist.DistError as exc:  # of the connections, which nobody can use any more
-        raise exchange.give_up(PeerError(f"{operation}: rank {exchange.rank} failed: {exc}"), exc) from exc
+        raise exchange.transport_failed(operation, exc, exchange.peers) from exc
     except (RuntimeError, ValueError, TypeError) as exc:
         raise InvalidArgument(f"{operation}: the backend refuses it: {exc} (on rank {exchange.rank})") from exc
 

@@ -35,7 +35,8 @@ GROUPS = ("control", "data", "phase_two", "native")
 
 def is_of_the_connection(exc: BaseException) -> bool:
     """Whether a backend's error is of a connection, or of the time, and not of what it was asked to do."""
-    return any(mark in str(exc) for mark in ("imed out", "onnection", "roken pipe", "transport/tcp"))
+    marks = ("imed out", "onnection", "roken pipe", "transport/tcp")
+    return isinstance(exc, (Disconnected, dist.DistError)) or any(mark in str(exc) for mark in marks)
 
 
 class Disconnected(RuntimeError):
@@ -85,6 +86,7 @@ class Transport:
         self._groups: dict[str, Any] = {}
         self.listeners: list[threading.Thread] = []
         self.watchers: list[threading.Thread] = []
+        self.lost: list[int] = []  # peers whose connections are gone, in the order of the news
         self._watched: dict[int, queue.SimpleQueue[tuple[Watched, timedelta] | None]] = {}
         if not self._peers:
             return
@@ -93,7 +95,9 @@ class Transport:
             for name in GROUPS:
                 self._groups[name] = dist.ProcessGroupGloo(board.backend_store(name), rank, size, timeout)
         except RuntimeError as exc:
-            text = f"Communicator: rank {rank} of {size} cannot connect to all others: {exc}"
+            absent = board.absent("cannot connect", _FAREWELL_S)
+            who = f"ranks {absent} of {size} did not connect" if absent else f"rank {rank} of {size} cannot connect"
+            text = f"Communicator: {who}: {exc}; see whether they died"
             raise board.settle(PeerError(text)) from exc
         for peer in self._peers:
             thread = threading.Thread(target=self._listen, args=(peer,), name=f"zipccl-listener-{peer}", daemon=True)
@@ -177,10 +181,13 @@ class Transport:
             try:
                 group.recv([buffer], peer, _CONTROL_TAG).wait(_FOREVER)
             except RuntimeError as exc:
+                if "Application timeout" not in str(exc):  # that is this rank's own giving up
+                    self.lost.append(peer)
                 self.inbox.put(Control(peer, None, time.monotonic(), f"its connection is lost: {exc}"))
                 return
             data = buffer.numpy().tobytes()
             if data == _BYE:
+                self.lost.append(peer)
                 self.inbox.put(Control(peer, None, time.monotonic(), "it has given up its Communicator"))
                 return
             self.inbox.put(Control(peer, data, time.monotonic()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,6 +16,7 @@ import torch
 from torch.distributed import HashStore, PrefixStore
 
 from zipccl_core import Communicator, Policy
+from zipccl_core.collectives import communicator as communicator_module
 from zipccl_core.collectives import message as message_module
 from zipccl_core.collectives.board import Board
 from zipccl_core.collectives.exchange import Exchange, facts
@@ -329,6 +331,190 @@ def test_a_rank_that_died_before_anything_was_posted_to_it_is_named_on_the_other
     text = one_error([results[rank] for rank in others], PeerError)
     assert "rank 1" in text
     assert "see whether it died" in text
+    made.close()
+
+
+def test_a_rank_that_dies_in_the_backend_s_own_collective_is_named_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, over = Ranks(3, replace(POLICY, timeout_s=60.0)), threading.Event()
+    reduce = communicator_module.all_reduce_native
+
+    def dying(group: Any, *how: Any) -> None:
+        if group.rank() != 1:
+            reduce(group, *how)
+            return
+        time.sleep(0.2)
+        made.comms[1]._exchange.transport.abort()
+        over.wait(30)
+
+    monkeypatch.setattr(communicator_module, "all_reduce_native", dying)
+    left = threading.Barrier(2, over.set)
+
+    def run(rank: int) -> Any:
+        try:
+            made.comms[rank].all_reduce(torch.ones(1000, dtype=torch.int64))
+        finally:
+            if rank != 1:
+                left.wait(30)
+
+    results = made.each(run)
+    assert "waiting for rank 1: " in one_error([results[0], results[2]], PeerError)
+    made.close()
+
+
+def test_a_rank_that_stops_while_it_waits_for_a_late_one_is_named_and_the_late_one_is_not() -> None:
+    made, over = Ranks(3, replace(POLICY, timeout_s=2.0)), threading.Event()
+
+    class Stopping:
+        def reached(self, phase: str, operation: str, sequence: int, peer: int, data: Any) -> None:
+            if phase == "send" and peer == 2:  # rank 0 has its words by then
+                over.wait(30)
+
+    made.comms[1]._exchange.seam = Stopping()
+    left = threading.Barrier(2, over.set)
+
+    def run(rank: int) -> Any:
+        if rank == 2:
+            time.sleep(1.5)
+        out = torch.empty(3 * N_WORDS, dtype=torch.bfloat16)
+        try:
+            made.comms[rank].all_gather_into_tensor(out, words(rank))
+        finally:
+            if rank != 1:
+                left.wait(30)
+
+    assert "#0: rank 1 of 3 did not arrive" in one_error(made.each(run), RankTimeout)
+    made.close()
+
+
+def test_an_error_is_raised_even_if_giving_up_fails_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Ranks(2, replace(POLICY, timeout_s=3.0))
+
+    class Failing:
+        def reached(self, phase: str, operation: str, sequence: int, peer: int, data: Any) -> None:
+            if phase == "encode":
+                raise MemoryError("no room")
+
+    transport = made.comms[0]._exchange.transport
+    made.comms[0]._exchange.seam = Failing()
+
+    def failing() -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(transport, "abort", failing)
+    text = one_error(made.gather(), PeerError)
+    assert "rank 0 failed" in text
+    assert "no room" in text
+    monkeypatch.undo()
+    transport.abort()
+    made.close()
+
+
+class Local:
+    """Something that only the caller's frame holds."""
+
+
+@pytest.mark.parametrize("how", ["late", "gone"])
+def test_an_error_keeps_no_frame_of_the_caller_s(how: str) -> None:
+    made, held = Ranks(2, replace(POLICY, timeout_s=1.0)), []
+    if how == "gone":
+        made.comms[1]._exchange.transport.abort()
+        time.sleep(0.3)
+
+    def run(rank: int) -> Any:
+        if rank == 1 and how == "gone":
+            return PeerError("gone")
+        if rank == 1:
+            time.sleep(2.0)
+        local = Local()
+        held.append(weakref.ref(local))
+        out = torch.empty(2 * N_WORDS, dtype=torch.bfloat16)
+        try:
+            return made.comms[rank].all_gather_into_tensor(out, words(rank))
+        except ZipcclError as exc:
+            return type(exc)(str(exc))  # without the traceback, which holds this frame
+
+    gc.disable()
+    try:
+        results = made.each(run)
+        assert all(isinstance(r, ZipcclError) for r in results)
+        assert [r() for r in held] == [None] * len(held)
+    finally:
+        gc.enable()
+    made.close()
+
+
+@pytest.mark.parametrize(("which", "at"), [("record", 20), ("record", 1), ("verdict", 20), ("verdict", 1)])
+def test_a_damaged_control_message_is_one_error_at_once(which: str, at: int) -> None:
+    made = Ranks(3, replace(POLICY, timeout_s=60.0))
+    seen: list[int] = []
+
+    def nth(message: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return flip(at)(message) if len(seen) == (1 if which == "record" else 2) else message
+
+    tamper(made, 0, 1, "control", nth, times=2)
+    began = time.monotonic()
+    results = made.each(lambda rank: [made.comms[rank].barrier() for _ in range(2)])  # a verdict: perhaps with the next
+    assert "from rank 0 to rank 1" in one_error(results, CorruptFrame)
+    assert time.monotonic() - began < 10
+    made.close()
+
+
+@pytest.mark.parametrize("which", ["record", "verdict"])
+def test_a_damaged_control_message_between_two_ranks_is_one_error_at_once(which: str) -> None:
+    made = Ranks(2, replace(POLICY, timeout_s=60.0))
+    seen: list[int] = []
+
+    def nth(message: torch.Tensor) -> torch.Tensor:
+        seen.append(1)
+        return flip(20)(message) if len(seen) == (1 if which == "record" else 2) else message
+
+    tamper(made, 0, 1, "control", nth, times=2)
+
+    def run(rank: int) -> None:
+        comm = made.comms[rank]
+        for _ in range(2):
+            work = comm.irecv(words(9), group_src=0) if rank else comm.isend(words(0), group_dst=1)
+            work.wait()
+
+    began = time.monotonic()
+    one_error(made.each(run), CorruptFrame)
+    assert time.monotonic() - began < 10
+    made.close()
+
+
+class DeafStore:
+    """A store whose host is stopped: no call returns."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *args: self.over.wait(60)
+
+
+def test_a_store_that_never_answers_holds_nobody_up() -> None:
+    store = DeafStore()
+    began = time.monotonic()
+    board = Board(store, 0, 2)  # type: ignore[arg-type]
+    with pytest.raises(PeerError, match=r"no answer within .* see whether the process that hosts it"):
+        board.agree({"a": 1}, 0.5)
+    error = RankTimeout("rank 1 did not arrive")
+    assert str(board.settle(error)) == str(error)
+    assert board.published(0.5) is None
+    assert board.absent("anywhere", 0.5) == []
+    assert time.monotonic() - began < 5
+    board = Board(store, 0, 2)  # type: ignore[arg-type]
+    assert type(board.settle(error)) is RankTimeout
+    assert time.monotonic() - began < 10
+    store.over.set()
+
+
+def test_a_message_issued_while_another_thread_closes_is_refused_and_not_lost() -> None:
+    made = Ranks(2)
+    made.comms[0]._channels.stop(0)
+    with pytest.raises(InvalidArgument, match="closed"):
+        made.comms[0].isend(words(0), group_dst=1)
     made.close()
 
 

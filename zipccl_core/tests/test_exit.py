@@ -26,6 +26,15 @@ if rank == 0 or what != "dropped":
     work.wait()
 if what == "receive_pending" and rank == 1:
     comm.irecv(torch.empty(5), src=0)
+if what == "leaves_it_under_way":
+    if rank == 1:
+        comm.irecv(torch.empty(5), src=0)
+        sys.exit(0)
+    time.sleep(9)
+    try:
+        comm.barrier()
+    except PeerError as exc:
+        print("told:", exc)
 if what == "exits_early":
     if rank == 1:
         sys.exit(0)
@@ -37,7 +46,7 @@ print("ended", rank)
 """
 
 
-@pytest.mark.parametrize("what", ["dropped", "receive_pending", "exits_early"])
+@pytest.mark.parametrize("what", ["dropped", "receive_pending", "exits_early", "leaves_it_under_way"])
 def test_a_process_that_does_not_close_ends_cleanly(tmp_path: Path, what: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -47,5 +56,7 @@ def test_a_process_that_does_not_close_ends_cleanly(tmp_path: Path, what: str) -
         run, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": root}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("ended") == (1 if what == "exits_early" else 2)
-    assert ("told:" in done.stdout) == (what == "exits_early")
+    leaves = what in ("exits_early", "leaves_it_under_way")
+    assert done.stdout.count("ended") == (1 if leaves else 2)
+    assert ("told:" in done.stdout) == leaves
+    assert ("rank 1 of 2 left while it was under way" in done.stdout) == (what == "leaves_it_under_way")
