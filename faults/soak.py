@@ -147,19 +147,20 @@ def _corrupt_frame(d: _Draw, size: int) -> dict[str, Any]:
         in_envelope = args["what"] == "message"
     fault = {"fault": kind, "phase": phase, "operation": _GATHER, "sequence": 1, "args": args}
     fault |= {"rank": src, "peer": dst} if phase == "send" else {"rank": dst, "peer": src}
-    if not in_envelope and retransmit:
+    fatal = in_envelope and coded  # its phase two has no size to believe
+    if verify == "late" and fatal:
+        # Raised where it is found, and by the others then or with the next call: which of the two is not promised. Take
+        # the promise that is.
+        verify = "wait"
+    if retransmit and not fatal:
         expect = _correct()
     else:
-        late = verify == "late" and not in_envelope
-        then = "new_group" if in_envelope and coded else "same_communicator"
+        late = verify == "late"
+        then = "new_group" if fatal else "same_communicator"
         kinds = ["CorruptFrame", "TruncatedFrame", "UnsupportedFrame"]
         expect = _error(["error"], kinds, [f"from rank {src} to rank {dst}"], [2 if late else 1], then)
         if late:
             expect["undefined"] = [1]
-        if verify == "late" and in_envelope and not coded:
-            # Raised where it is found and, as everything found late, by the next call of all: which of the two a rank
-            # that is not concerned raises is not promised. Take the promise that is.
-            verify = "wait"
     policy = {"compress": compress, "verify": verify, "retransmit": bool(retransmit), "prefix_percent": 3.0}
     return {"policy": policy, "calls": calls, "faults": [fault], "expect": expect}
 
