@@ -164,7 +164,7 @@ class Follower:
     def _take(self, rank: _Rank, e: dict[str, Any]) -> None:
         kind = e["event"]
         if kind == "start":
-            if 0 < rank.generation == max(r.generation for r in self.ranks.values()):
+            if 0 < rank.generation == self._generation:
                 self.settle_dead()  # a generation has ended that nobody has judged: this run is read again
             rank.generation += 1
             rank.pid, rank.in_test, rank.exit, rank.ended, rank.last_index = e["pid"], None, None, False, -1
@@ -211,14 +211,18 @@ class Follower:
         dead = [r for r in dead if not r.meant_to_end()] or dead
         return min(dead, key=lambda r: r.exit["t"] if r.exit else 0.0) if dead else None
 
+    @property
+    def _generation(self) -> int:
+        """The present one, counted from 1."""
+        return max((r.generation for r in self.ranks.values()), default=0)
+
     def settle_dead(self) -> int | None:
         """Give the test in which a rank of the present generation died its verdict, once.
 
         Returns:
             The index of the last test not to be run again; None if nothing can follow, or nobody died.
         """
-        generation = max((r.generation for r in self.ranks.values()), default=0)
-        fatal = self.fatal()
+        generation, fatal = self._generation, self.fatal()
         if fatal is None or generation <= self._settled:
             return None
         self._settled = generation
@@ -272,7 +276,7 @@ class Follower:
 
     def overdue(self, grace_s: float) -> list[_Rank]:
         """Ranks whose outcome of the latest test is missing grace_s after its limit."""
-        latest = max((r.generation for r in self.ranks.values()), default=0)
+        latest = self._generation
         ranks = [r for r in self.ranks.values() if r.generation == latest]  # what is older has ended
         started = [r for r in ranks if r.in_test and not r.exit]
         if not started:

@@ -122,23 +122,13 @@ class Board:
             raise _no_store(exc) from exc
 
     def _agree(self, facts: dict[str, Any], timeout_s: float) -> None:
-        mine = json.dumps(facts, sort_keys=True)
-        self._store.set(f"facts/{self._rank}", mine)
-        deadline = time.monotonic() + timeout_s
-        all_facts: list[dict[str, Any]] = []
-        for rank in range(self._size):
-            key = f"facts/{rank}"
-            while not self._store.check([key]):
-                if time.monotonic() > deadline:
-                    missing = [r for r in range(self._size) if not self._store.check([f"facts/{r}"])]
-                    raise self.settle(
-                        RankTimeout(
-                            f"Communicator: ranks {missing} of {self._size} did not come within {timeout_s:g} s; "
-                            "making one is collective: all ranks of the group must do it, in the same order"
-                        )
-                    )
-                time.sleep(_POLL_S)
-            all_facts.append(json.loads(self._store.get(key)))
+        if missing := self._missing("facts", json.dumps(facts, sort_keys=True), timeout_s):
+            text = (
+                f"Communicator: ranks {missing} of {self._size} did not come within {timeout_s:g} s; "
+                "making one is collective: all ranks of the group must do it, in the same order"
+            )
+            raise self.settle(RankTimeout(text))
+        all_facts = [json.loads(self._store.get(f"facts/{rank}")) for rank in range(self._size)]
         for rank, other in enumerate(all_facts):
             for name, value in all_facts[0].items():
                 if other.get(name) != value:
@@ -160,30 +150,25 @@ class Board:
             raise _no_store(exc) from exc
 
     def _share(self, name: str, mine: Any, timeout_s: float) -> list[Any]:
-        self._store.set(f"{name}/{self._rank}", json.dumps(mine))
-        keys = [f"{name}/{rank}" for rank in range(self._size)]
+        if missing := self._missing(name, json.dumps(mine), timeout_s):
+            text = f"Communicator: ranks {missing} of {self._size} said nothing of {name} within {timeout_s:g} s"
+            raise self.settle(RankTimeout(text))
+        return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self._size)]
+
+    def _missing(self, name: str, mine: str, timeout_s: float) -> list[int]:
+        """Say something under a name, and wait until all ranks have; those that have not within timeout_s."""
+        self._store.set(f"{name}/{self._rank}", mine)
         deadline = time.monotonic() + timeout_s
-        while missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+        while missing := [rank for rank in range(self._size) if not self._store.check([f"{name}/{rank}"])]:
             if time.monotonic() > deadline:
-                text = f"Communicator: ranks {missing} of {self._size} said nothing of {name} within {timeout_s:g} s"
-                raise self.settle(RankTimeout(text))
+                return missing
             time.sleep(_POLL_S)
-        return [json.loads(self._store.get(key)) for key in keys]
+        return []
 
     def absent(self, name: str, grace_s: float) -> list[int]:
         """The ranks that do not come here within grace_s, under a name that is used once; none if the store is gone."""
-
-        def look() -> list[int]:
-            self._store.set(f"{name}/{self._rank}", "here")
-            until = time.monotonic() + grace_s
-            while missing := [r for r in range(self._size) if not self._store.check([f"{name}/{r}"])]:
-                if time.monotonic() > until:
-                    return missing
-                time.sleep(_POLL_S)
-            return []
-
         try:
-            return self._ask(look, grace_s + _ANSWER_S)
+            return self._ask(lambda: self._missing(name, "here", grace_s), grace_s + _ANSWER_S)
         except StoreGone:
             return []
 

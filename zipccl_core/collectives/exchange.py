@@ -55,6 +55,7 @@ _NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 EXIT_S = 5.0
 
 _Told = TypeVar("_Told", Sizes, Verdict)
+_Parsed = TypeVar("_Parsed")
 
 
 class Work:
@@ -478,15 +479,11 @@ class Exchange:
             meanwhile: what to do while none is there; False if there is nothing to do.
 
         Raises:
-            Refused: a record is damaged.
+            ZipcclError: a record is damaged, or one did not come; the Communicator is finished.
         """
         heard = Heard(None, call.invalid is None, True)
         for src, data in self._control(call, CallRecord.MAGIC, deadline, meanwhile):
-            try:
-                record = CallRecord.parse(data)
-            except ZipcclError as exc:
-                text = f"{title(call)}: from rank {src} to rank {self.rank}: {exc}"
-                raise self.give_up(type(exc)(text), exc) from exc
+            record = self.parsed(f"{title(call)}: from rank {src} to rank {self.rank}", CallRecord.parse, data)
             heard.all_valid = heard.all_valid and record.valid
             if call.invalid is not None or not record.valid:
                 continue
@@ -663,13 +660,16 @@ class Exchange:
             known[src] = self._parsed(call, src, Sizes.parse, data)
         return [known[r] for r in range(self.size)]
 
-    def _parsed(self, call: Call, src: int, parse: Callable[[bytes], _Told], data: bytes) -> _Told:
-        """What a peer tells of a call; the agreed fatal error if it is damaged, since this rank alone has seen that."""
+    def parsed(self, what: str, parse: Callable[[bytes], _Parsed], data: bytes) -> _Parsed:
+        """What a peer tells; the agreed fatal error if it is damaged, since this rank alone has seen that."""
         try:
-            told = parse(data)
+            return parse(data)
         except ZipcclError as exc:
-            text = f"{title(call)}: from rank {src} to rank {self.rank}: {exc}"
-            raise self.give_up(type(exc)(text), exc) from exc
+            raise self.give_up(type(exc)(f"{what}: {exc}"), exc) from exc
+
+    def _parsed(self, call: Call, src: int, parse: Callable[[bytes], _Told], data: bytes) -> _Told:
+        """What a peer tells of this call and no other; see parsed."""
+        told = self.parsed(f"{title(call)}: from rank {src} to rank {self.rank}", parse, data)
         if told.sequence != call.sequence:
             error = PeerError(f"{title(call)}: rank {src} speaks of call #{told.sequence} to rank {self.rank}")
             raise self.give_up(error, error)

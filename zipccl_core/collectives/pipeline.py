@@ -198,10 +198,7 @@ class Pipeline:
         exchange = self._exchange
         encoded, headers = self._encode(call, outgoing)
         agreeing: list[int] = []
-        try:
-            heard = exchange.records(call, deadline, agreeing.append)
-        except Refused as exc:
-            raise exchange.give_up(exc.error, exc) from None
+        heard = exchange.records(call, deadline, agreeing.append)
         sends = {peer: m for peer, m in outgoing.items() if peer in agreeing}
         receives = {peer: m for peer, m in incoming.items() if peer in agreeing}
         arrivals = self._phase_one(call, sends, receives, encoded, deadline)

@@ -139,7 +139,7 @@ class _Channel:
             valid=call.invalid is None,
         )
         came = self._swap(mine.pack(), CallRecord.BYTES, _RECORD, deadline, title)
-        theirs: CallRecord = self._parsed(CallRecord.parse, came, title)
+        theirs = exchange.parsed(title, CallRecord.parse, came)
         transfers: list[Any] = []
         error: ZipcclError | None = call.invalid
         fatal = False
@@ -155,7 +155,7 @@ class _Channel:
         exchange.reached("verdict", call, self._peer)
         verdict = Verdict(call.sequence, exchange.rank, error, fatal).pack()
         came = self._swap(verdict, Verdict.BYTES, _VERDICT, deadline + 1.0, title)
-        answer: Verdict = self._parsed(Verdict.parse, came, title)
+        answer = exchange.parsed(title, Verdict.parse, came)
         both = sorted((Verdict.parse(verdict), answer), key=lambda v: v.src)
         failed = next((v.error for v in both if v.error is not None), None)
         if failed is not None and any(v.fatal for v in both):
@@ -190,13 +190,6 @@ class _Channel:
                 raise
             return type(exc)(f"{title}: {exc}"), False
         return None, False
-
-    def _parsed(self, parse: Any, data: bytes, title: str) -> Any:
-        """What the peer tells; the agreed fatal error if it is damaged, since this rank alone has seen that."""
-        try:
-            return parse(data)
-        except ZipcclError as exc:
-            raise self._exchange.give_up(type(exc)(f"{title}: {exc}"), exc) from exc
 
     def _swap(self, data: bytes, size: int, kind: int, deadline: float, title: str) -> bytes:
         """Send bytes to the peer and return its bytes of the same kind."""
