@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,6 +20,10 @@ from .wire import CallRecord
 
 _DATA_TAG = 3
 _TAGS = 1 << 30
+
+
+def nothing() -> None:
+    """What is to be done after a call whose result is where the caller wants it."""
 
 
 @dataclass
@@ -59,7 +63,7 @@ class Call:
     spec: ReduceSpec | None = None
     native: Callable[[Any, timedelta], None] | None = None
     native_reason: str = ""
-    finish: Callable[[], None] = lambda: None
+    finish: Callable[[], None] = nothing
     invalid: InvalidArgument | None = None
     stage: int = 0
     alike: bool = True
@@ -94,15 +98,26 @@ class Call:
 
     def record_for(self, rank: int, peer: int, policy: int) -> CallRecord:
         """This rank's call record for one peer."""
+        sends = self.sends[peer].numel() if self.sends else 0
+        receives = self.receives[peer].numel() if self.receives else 0
+        return self._record(rank, sends, receives, policy)
+
+    def record_from(self, peer: int, rank: int, policy: int) -> CallRecord:
+        """The record that a peer has for this rank if both call alike."""
+        sends = self.receives[peer].numel() if self.receives else 0
+        receives = self.sends[peer].numel() if self.sends else 0
+        return self._record(peer, sends, receives, policy)
+
+    def _record(self, src: int, sends: int, receives: int, policy: int) -> CallRecord:
         return CallRecord(
             self.sequence,
             self.operation,
-            rank,
+            src,
             dtype_text(self.dtype) if self.dtype else "",
             self.spec.name if self.spec else "",
             self.spec.factor_bits if self.spec else 0,
-            self.sends[peer].numel() if self.sends else 0,
-            self.receives[peer].numel() if self.receives else 0,
+            sends,
+            receives,
             self.total_words,
             self.root,
             policy,
@@ -121,14 +136,14 @@ def title(call: Call) -> str:
     return f"{call.operation} #{call.sequence}" if call.straight is None else call.operation
 
 
-@contextlib.contextmanager
-def phase_range(call: Call, phase: str) -> Iterator[None]:
+def phase_range(call: Call, phase: str) -> contextlib.AbstractContextManager[object]:
     """A range that torch.profiler shows, of the progress thread: record with profile_all_threads=True."""
     if not torch.autograd.profiler._is_profiler_enabled:  # a range costs 5 µs even when nobody looks
-        yield
-        return
-    with torch.profiler.record_function(f"zipccl {phase} {call.operation} #{call.sequence}"):
-        yield
+        return _NO_RANGE
+    return torch.profiler.record_function(f"zipccl {phase} {call.operation} #{call.sequence}")
+
+
+_NO_RANGE = contextlib.nullcontext()
 
 
 @dataclass

@@ -14,7 +14,7 @@ from ..frame import DTYPES
 from ..policy.switch import Decision, Policy, explain_straight
 from . import straight
 from .board import Board, group_store
-from .call import Call
+from .call import Call, nothing
 from .cuda_device import has_nccl, pipeline_on_cuda
 from .device import Device
 from .exchange import Exchange, Work, again, facts
@@ -795,7 +795,7 @@ class Communicator:
         shards: list[torch.Tensor],
         flat_in: torch.Tensor,
         flat_out: torch.Tensor,
-        finish: Callable[[], None] = lambda: None,
+        finish: Callable[[], None] = nothing,
     ) -> Call:
         """Send every rank its shard, and sum what comes into flat_out."""
         call = Call(dtype=flat_in.dtype, total_words=flat_in.numel(), sends=shards, spec=spec, finish=finish)
@@ -836,7 +836,7 @@ def _flat_output(output: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]
     """A flat tensor to fill, and what brings it into a strided output afterwards."""
     target = output.detach()
     if target.is_contiguous():
-        return target.reshape(-1), lambda: None
+        return target.reshape(-1), nothing
     flat = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
     return flat, lambda: _scatter_back(target, flat)
 

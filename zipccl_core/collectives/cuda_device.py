@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,19 +15,21 @@ from torch import Tensor
 
 from ..codebook import Codebook
 from ..codec.cuda import jit
-from ..codec.cuda.decode import Verdicts, decode_frames
-from ..codec.cuda.decode_reduce import decode_reduce
-from ..codec.cuda.encode import encode_frames
-from ..codec.cuda.stats import measure
+from ..codec.cuda.decode import as_told, launch_decode, verdict_on
+from ..codec.cuda.decode_reduce import launch_decode_reduce
+from ..codec.cuda.encode import launch_encode, scratch_bytes
+from ..codec.cuda.stats import launch_measure, measuring, samples_of
 from ..errors import InvalidArgument, ZipcclError
-from ..frame import FrameHeader
+from ..frame import FrameHeader, n_blocks
 from .device import STREAMS, Event
 from .exchange import Exchange
 from .link import GlooLink, Link, NcclLink
 from .pipeline import Pipeline
 
+_T = TypeVar("_T")
 _thread = threading.local()
 _THREAD_LOCAL_MODE = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_CODEBOOK_AT = {"fitted": 0, "gaussian": 8}
 
 
 def _keep_out_of_captures() -> None:
@@ -49,8 +52,48 @@ class _Copy:
         return self._pinned
 
 
+class _Attached:
+    """The calling thread works for a device: torch's current one, and the context that launches need."""
+
+    def __init__(self, device: torch.device, context: Any) -> None:
+        self._device, self._context = device, context
+
+    def __enter__(self) -> None:
+        if not getattr(_thread, "queries_in_peace", False):
+            _thread.queries_in_peace = True
+            _keep_out_of_captures()
+        # Else a thread is on device 0, and its first query of an event makes a context there.
+        if getattr(_thread, "device", None) != self._device:
+            torch.cuda.set_device(self._device)
+            _thread.device = self._device
+        self._context.push()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._context.pop()
+
+
+class _Chosen(threading.local):
+    """The lanes that a thread has chosen, the one in use last."""
+
+    def __init__(self) -> None:
+        self.lanes: list[jit.Lane] = []
+
+
+class _On:
+    """Everything within goes to a lane. Costs next to nothing, unlike torch's own way of choosing a stream."""
+
+    def __init__(self, chosen: _Chosen, lane: jit.Lane) -> None:
+        self._chosen, self._lane = chosen, lane
+
+    def __enter__(self) -> None:
+        self._chosen.lanes.append(self._lane)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._chosen.lanes.pop()
+
+
 class CudaDevice:
-    """See Device.
+    """See Device. Torch's own current stream is set only where torch's operations are called: that is slow.
 
     Args:
         device: with an index.
@@ -60,21 +103,35 @@ class CudaDevice:
         self._device = device
         # Streams of its own: what waits for a peer in a stream holds up all that is behind it, and were that another
         # Communicator's, two ranks could wait for each other.
-        self._streams = dict(zip(STREAMS, _lend_streams(device, len(STREAMS)), strict=True))
+        self._lanes = jit.lend_lanes(device, len(STREAMS))
+        self._chosen = _Chosen()
+        self._on = {name: _On(self._chosen, lane) for name, lane in zip(STREAMS, self._lanes, strict=True)}
+        self._attached = _Attached(device, self._lanes[0].device.context)
+        self._current: dict[int, torch.cuda.Stream] = {}
 
-    def attach(self) -> None:
-        # Else a thread is on device 0, and its first query of an event makes a context there.
-        torch.cuda.set_device(self._device)
-        if not getattr(_thread, "queries_in_peace", False):
-            _thread.queries_in_peace = True
-            _keep_out_of_captures()
+    @property
+    def lane(self) -> jit.Lane:
+        """The one in use, in the calling thread."""
+        return self._chosen.lanes[-1]
+
+    def attached(self) -> _Attached:
+        return self._attached
 
     def now(self) -> torch.cuda.Event:
-        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._current_stream())
         return event
 
     def join(self, event: Event) -> None:
-        torch.cuda.current_stream(self._device).wait_event(event)  # type: ignore[arg-type]
+        self._current_stream().wait_event(event)  # type: ignore[arg-type]
+
+    def _current_stream(self) -> torch.cuda.Stream:
+        """The caller's; torch makes a new object each time, and asks much before."""
+        handle = torch._C._cuda_getCurrentRawStream(self._device.index)
+        found = self._current.get(handle)
+        if found is None:
+            found = self._current[handle] = torch.cuda.current_stream(self._device)
+        return found
 
     def check(self, device: torch.device) -> None:
         if device != self._device:
@@ -82,96 +139,118 @@ class CudaDevice:
                 f"tensors of one Communicator must be on one device: this one began on {self._device}, got {device}; "
                 "make another Communicator for it"
             )
-        with torch.cuda.device(self._device):  # a stream is current on each device
+        if torch._C._cuda_getDevice() == device.index:
             capturing = torch.cuda.is_current_stream_capturing()
+        else:
+            with torch.cuda.device(device):  # a stream is current on each device
+                capturing = torch.cuda.is_current_stream_capturing()
         if capturing:
             raise InvalidArgument(
                 "a collective cannot be captured into a CUDA graph, since the host takes part in it; "
                 "keep it out of the graph, or use the process group's own"
             )
 
-    @contextlib.contextmanager
-    def on(self, stream: str) -> Iterator[None]:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._streams[stream]):
-            yield
+    def on(self, stream: str) -> _On:
+        return self._on[stream]
 
     def mark(self) -> torch.cuda.Event:
-        return self.now()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self.lane.torch_stream)
+        return event
 
     def after(self, event: Event) -> None:
-        self.join(event)
+        self.lane.torch_stream.wait_event(event)  # type: ignore[arg-type]
 
     def empty(self, n_bytes: int) -> Tensor:
-        return torch.empty(n_bytes, dtype=torch.uint8, device=self._device)
+        return self.run(lambda: torch.empty(n_bytes, dtype=torch.uint8, device=self._device))
 
-    def run(self, work: Callable[[], object]) -> None:
-        work()
+    def run(self, work: Callable[[], _T]) -> _T:
+        with self.framework():
+            return work()
+
+    def framework(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.stream(self.lane.torch_stream)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self.lane.copy(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())
 
     def release(self) -> None:
-        streams, self._streams = self._streams, {}
-        _take_back_streams(list(streams.values()))
+        lanes, self._lanes = self._lanes, []
+        jit.take_back_lanes(lanes)
 
-    def encode(self, words: Sequence[Tensor], codebooks: Sequence[object], frames: Sequence[Tensor]) -> None:
-        encode_frames(words, codebooks, frames)  # type: ignore[arg-type]
+    def scratch_bytes(self, words: Sequence[int]) -> int:
+        return scratch_bytes(sum(n_blocks(n) for n in words))
+
+    def encode(
+        self, words: Sequence[Tensor], codebooks: Sequence[object], frames: Sequence[Tensor], scratch: Tensor
+    ) -> None:
+        jobs = []
+        for source, codebook, frame in zip(words, codebooks, frames, strict=True):
+            address, exponents = 0, 0
+            if isinstance(codebook, Codebook):
+                exponents = int.from_bytes(bytes(codebook.exponents), "little")
+            else:
+                address = codebook  # type: ignore[assignment]
+            jobs.append(jit.Job(source.data_ptr(), frame.data_ptr(), source.numel(), frame.numel(), address, exponents))
+        table = jit.make_table(jobs, self._device)
+        launch_encode(self.lane, table, words[0].element_size(), scratch.data_ptr())
 
     def codebooks(self, words: Sequence[Tensor], kind: str | Codebook) -> Sequence[object]:
         if isinstance(kind, Codebook):
             return [kind] * len(words)
-        statistics = measure(words)
-        pick = statistics.fitted if kind == "fitted" else statistics.gaussian
-        return [pick(i) for i in range(len(words))]
+        rows = self.lane.room("statistics", jit.STATISTICS_BYTES * len(words))
+        table = jit.make_table([measuring(w) for w in words], self._device)
+        launch_measure(self.lane, table, words[0].element_size(), max(samples_of(w) for w in words), rows)
+        return [rows + jit.STATISTICS_BYTES * i + _CODEBOOK_AT[kind] for i in range(len(words))]
 
     def decode(self, frames: Sequence[Tensor], out: Sequence[Tensor]) -> Tensor:
-        return decode_frames(frames, out).rows
+        jobs = [jit.Job(o.data_ptr(), f.data_ptr(), o.numel(), f.numel()) for f, o in zip(frames, out, strict=True)]
+        table = jit.make_table(jobs, self._device)
+        rows = self.lane.room("verdicts", jit.VERDICT_BYTES * len(jobs))
+        launch_decode(self.lane, table, out[0].element_size(), rows)
+        return self._verdicts(rows, len(jobs))
 
     def decode_reduce(self, terms: Sequence[Tensor], out: Tensor, kind: str, factor: float | None) -> Tensor:
-        return decode_reduce(terms, out, average=kind == "avg", factor=factor).rows
+        n = out.numel()
+        jobs = []
+        for term in terms:
+            address, is_frame = term.data_ptr(), term.dtype == torch.uint8
+            jobs.append(jit.Job(0, address, n, term.numel()) if is_frame else jit.Job(address, 0, n, 0))
+        table = jit.make_table(jobs, self._device, same_tiles=True)
+        rows = self.lane.room("verdicts", jit.VERDICT_BYTES * len(jobs))
+        launch_decode_reduce(self.lane, table, out.element_size(), out.data_ptr(), kind == "avg", factor, rows)
+        return self._verdicts(rows, len(jobs))
+
+    def _verdicts(self, rows: int, count: int) -> Tensor:
+        pinned = torch.empty(jit.VERDICT_BYTES * count, dtype=torch.uint8, pin_memory=True)
+        self.lane.to_host(pinned, rows)
+        return pinned
 
     def to_host(self, tensors: Sequence[Tensor]) -> _Copy:
-        flats = [tensor.view(-1).view(torch.uint8) for tensor in tensors]
-        flat = flats[0] if len(flats) == 1 else torch.cat(flats)
-        pinned = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=True)
-        pinned.copy_(flat, non_blocking=True)
-        return _Copy(pinned, self.now())
+        sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+        pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+        at = 0
+        for tensor, size in zip(tensors, sizes, strict=True):
+            self.lane.to_host(pinned[at : at + size], tensor.data_ptr())
+            at += size
+        return _Copy(pinned, self.mark())
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
         # torch's pinned allocator does not reuse the block before the copy is done
-        target.copy_(source.pin_memory(), non_blocking=True)
+        self.run(lambda: target.copy_(source.pin_memory(), non_blocking=True))
 
-    def headers(self, rows: Tensor) -> list[FrameHeader | ZipcclError | None]:
+    def as_told(self, verdicts: Tensor, told: Sequence[tuple[int, int]]) -> bool:
+        return as_told(verdicts.numpy().tobytes(), told)
+
+    def headers(self, verdicts: Tensor) -> list[FrameHeader | ZipcclError | None]:
         found: list[FrameHeader | ZipcclError | None] = []
-        for row in rows.view(torch.int64).view(-1, 1, jit.VERDICT_BYTES // 8):
+        packed = verdicts.numpy().tobytes()
+        for index in range(len(packed) // jit.VERDICT_BYTES):
             try:
-                found += Verdicts(row).check()
+                found.append(verdict_on(packed, index))
             except ZipcclError as error:
                 found.append(error)
         return found
-
-
-_idle: dict[int, list[Any]] = {}
-"""Device index → streams of PyCUDA's making that were lent and are not in use."""
-
-
-def _lend_streams(device: torch.device, count: int) -> list[torch.cuda.ExternalStream]:
-    """As many streams that nobody else has, until they are taken back; kernels are launched from them without events.
-
-    Non-blocking with respect to the default stream.
-    """
-    found = jit.device_of(torch.empty(0, device=device))
-    with found.lock, found.pushed():
-        idle = _idle.setdefault(found.index, [])
-        make = type(found.streams[0])
-        lent = [idle.pop() if idle else make(1) for _ in range(count)]
-        found.by_handle.update({int(stream.handle): stream for stream in lent})
-    return [torch.cuda.ExternalStream(int(s.handle), device=found.index) for s in lent]  # type: ignore[no-untyped-call]
-
-
-def _take_back_streams(streams: Sequence[torch.cuda.ExternalStream]) -> None:
-    """Lend them to others from now on. Nothing may be left in them."""
-    for stream in streams:
-        found = jit.device_of(torch.empty(0, device=stream.device))
-        with found.lock:
-            _idle[found.index].append(found.by_handle[stream.cuda_stream])
 
 
 def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch.device) -> Pipeline:
@@ -183,7 +262,8 @@ def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch
     link: Link
     if has_nccl(group):  # then all ranks are here at once, and must know before they connect that none is missing
         made = _made_on_all_ranks(exchange, device)
-        link = NcclLink(exchange.board, exchange.rank, exchange.size, device, exchange.policy.timeout_s)
+        timeout_s = exchange.policy.timeout_s
+        link = NcclLink(exchange.board, exchange.rank, exchange.size, device, timeout_s, lambda: made.lane.handle)
     else:
         made = CudaDevice(device)
 

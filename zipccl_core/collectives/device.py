@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +18,8 @@ from torch import Tensor
 from ..codebook import Codebook
 from ..errors import ZipcclError
 from ..frame import FrameHeader
+
+_T = TypeVar("_T")
 
 STREAMS = ("encode", "move", "decode")
 
@@ -45,8 +47,8 @@ class Device(Protocol):
     Work goes to the stream chosen with `on`, in order; streams are not ordered among each other but by `after`.
     """
 
-    def attach(self) -> None:
-        """The calling thread works for this device from now on. May be repeated; what queries events needs it too."""
+    def attached(self) -> AbstractContextManager[None]:
+        """Within, the calling thread works for this device; only there may it use it, but for `now` and `join`."""
 
     def now(self) -> Event:
         """An event in the calling thread's current stream of the framework."""
@@ -69,23 +71,40 @@ class Device(Protocol):
     def empty(self, n_bytes: int) -> Tensor:
         """[n_bytes] uint8 on the device, at a multiple of 128 bytes; free for what comes in the stream in use."""
 
-    def run(self, work: Callable[[], object]) -> None:
-        """Call what queues operations of the framework, as part of the stream in use."""
+    def run(self, work: Callable[[], _T]) -> _T:
+        """Call what queues operations of the framework, as part of the stream in use; its result if there is one."""
+
+    def framework(self) -> AbstractContextManager[object]:
+        """Within, the framework's current stream is the stream in use, for who calls the framework without `run`."""
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy between contiguous tensors of as many bytes, on the device."""
 
     def release(self) -> None:
         """Give back its streams; nothing may be left in them, and nothing comes after it."""
 
-    def encode(self, words: Sequence[Tensor], codebooks: Sequence[object], frames: Sequence[Tensor]) -> None:
-        """Encode each tensor into its frame buffer; one launch."""
+    def scratch_bytes(self, words: Sequence[int]) -> int:
+        """Bytes that `encode` needs for tensors of so many words each."""
+
+    def encode(
+        self, words: Sequence[Tensor], codebooks: Sequence[object], frames: Sequence[Tensor], scratch: Tensor
+    ) -> None:
+        """Encode each tensor into its frame buffer; one launch. Launches on one stream may have the same scratch."""
 
     def codebooks(self, words: Sequence[Tensor], kind: str | Codebook) -> Sequence[object]:
         """A codebook for each tensor, for `encode`: "fitted", "gaussian", or the one that is given."""
 
-    def decode(self, frames: Sequence[Tensor], out: Sequence[Tensor]) -> Tensor:
-        """Decode each frame into its tensor; one launch. The verdicts, for `headers`, on the device."""
+    def decode(self, frames: Sequence[Tensor], out: Sequence[Tensor]) -> Any:
+        """Decode each frame into its tensor; one launch.
 
-    def decode_reduce(self, terms: Sequence[Tensor], out: Tensor, kind: str, factor: float | None) -> Tensor:
-        """Sum frames (uint8) and words, in order, into out; one launch. The verdicts, for `headers`, on the device.
+        Returns:
+            The verdicts, for `as_told` and `headers` once the stream has come past them.
+        """
+
+    def decode_reduce(self, terms: Sequence[Tensor], out: Tensor, kind: str, factor: float | None) -> Any:
+        """Sum frames (uint8) and words, in order, into out; one launch. The verdicts, as `decode`.
+
+        If a frame is longer than its buffer, which its header says, out stays as it is.
 
         Args:
             kind: "sum", "avg" or "premul_sum".
@@ -97,5 +116,8 @@ class Device(Protocol):
     def to_device(self, target: Tensor, source: Tensor) -> None:
         """Start copying host bytes into a contiguous tensor on the device; keeps the source alive until then."""
 
-    def headers(self, rows: Tensor) -> list[FrameHeader | ZipcclError | None]:
-        """Of each frame that verdicts, on the host now, are about: its header, or why it was refused; None if none."""
+    def as_told(self, verdicts: Any, told: Sequence[tuple[int, int]]) -> bool:
+        """Whether all frames are sound, and have the bytes and the digest that were told of each, in order."""
+
+    def headers(self, verdicts: Any) -> list[FrameHeader | ZipcclError | None]:
+        """Of each frame, or word, of a launch: its header, or why it was refused; None if it is no frame."""

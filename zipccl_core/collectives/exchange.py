@@ -37,7 +37,7 @@ from ..errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, Zipc
 from ..frame import DTYPES, FORMAT_VERSION
 from ..policy.switch import Decision, Policy, Switch, explain
 from .board import Board
-from .call import Call, Heard, Refused, data_tag, phase_range, title
+from .call import Call, Heard, Refused, data_tag, nothing, phase_range, title
 from .message import Incoming, Message, Sent, dtype_text, encode_message
 from .pipeline import Pipeline
 from .seam import Seam
@@ -264,7 +264,7 @@ class Exchange:
                     call.error = self.broken or PeerError(f"rank {self.rank} failed in {title(call)}")
                 call.control_sends, call.send_failure = [], None
                 self._free_s = time.monotonic()
-                call.finish = lambda: None  # let go of the caller's tensors
+                call.finish = nothing  # let go of the caller's tensors
                 call.sends, call.receives, call.messages, call.native, call.before = [], [], {}, None, None
                 call.target = call.issued = call.straight = None
                 call.done.set()
@@ -294,7 +294,7 @@ class Exchange:
                     self.untold = self.broken
         return self._ahead.popleft()
 
-    def _tell_ahead(self) -> None:
+    def tell_ahead(self) -> None:
         """Tell of the calls that are queued: their records travel while this rank waits for what this call needs."""
         with contextlib.suppress(queue.Empty):
             while True:
@@ -319,7 +319,7 @@ class Exchange:
         if not call.told:
             self.send_records(call)
         if pipeline is not None:
-            self._tell_ahead()
+            self.tell_ahead()
         if call.send_failure is not None:
             raise self.transport_failed(title(call), call.send_failure[1], [call.send_failure[0]])
         pending, self._pending = self._pending, None  # what the call before found out after it had returned
@@ -483,6 +483,10 @@ class Exchange:
         """
         heard = Heard(None, call.invalid is None, True)
         for src, data in self._control(call, CallRecord.MAGIC, deadline, meanwhile):
+            if call.invalid is None and data == call.record_from(src, self.rank, self._fingerprint).pack():
+                if call.native is None:
+                    agrees(src)
+                continue
             record = self.parsed(f"{title(call)}: from rank {src} to rank {self.rank}", CallRecord.parse, data)
             heard.all_valid = heard.all_valid and record.valid
             if call.invalid is not None or not record.valid:
@@ -655,7 +659,7 @@ class Exchange:
         known = {self.rank: Sizes.parse(mine(self.rank).pack())}  # as the peers read it
         for peer in self.peers:
             call.control_sends.append((peer, self.transport.send_control(mine(peer).pack(), peer)))
-        self._tell_ahead()
+        self.tell_ahead()
         for src, data in self._control(call, Sizes.MAGIC, deadline):
             known[src] = self._parsed(call, src, Sizes.parse, data)
         return [known[r] for r in range(self.size)]

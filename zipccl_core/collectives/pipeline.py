@@ -3,9 +3,10 @@
 docs/DESIGN.md, "On a device", says why each step is where it is. For one call, on the progress thread:
 
 1. encode every message's chunks, ordered after what the caller's stream held when the call was issued;
-2. when all records are here and agree, post phase one of every chunk, ordered after its encoding;
+2. when all records are here and agree, post phase one of every chunk, ordered after its encoding, and decode each,
+   ordered after its arrival: all that is to be decoded is there, unless a frame was too long;
 3. when the encoder's sizes have come to the host, tell each peer those of its frames, or what is wrong; hear the same;
-4. post phase two of the chunks that overflowed, and decode each chunk, ordered after its arrival;
+4. if a chunk overflowed, post its phase two, and decode once more, now that all is there;
 5. the call is over for the caller, whose stream waits for the rest. What the decoder's verdict was is read when the
    device is done, at the latest with the next call but one, and told with that call's sizes (verify="late"); or waited
    for and told at once (verify="wait").
@@ -14,9 +15,9 @@ docs/DESIGN.md, "On a device", says why each step is where it is. For one call, 
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +25,9 @@ import torch
 from torch import Tensor
 
 from ..errors import CorruptFrame, PeerError, ZipcclError
-from ..frame import HEADER_BYTES, parse_header
+from ..frame import HEADER_BYTES
 from .buffers import CALLS_AT_ONCE, Pool
-from .call import Call, Refused, data_tag, phase_range, title
+from .call import Call, Refused, data_tag, nothing, phase_range, title
 from .chunks import Chunk, buffer_bytes, chunks_of
 from .device import STREAMS, Device, Event, HostCopy
 from .link import Link, Piece, Posted
@@ -41,6 +42,7 @@ log = logging.getLogger("zipccl")
 
 _QUIET_S = 2.0
 _QUIET_NAP_S = 0.001
+_SIZE_DIGEST_ESCAPES = struct.Struct(f"<16x3Q{HEADER_BYTES - 40}x")  # of a frame header that this rank has made
 
 
 @dataclass
@@ -86,9 +88,10 @@ class _Message:
         return [rest for i in range(len(self.chunks)) if (rest := self.rest(i)) is not None]
 
     def came(self, index: int) -> Tensor:
-        """A chunk's frame as far as it has come."""
-        chunk, (frame_bytes, _) = self.chunks[index], self.frames[index]
-        return self.buffer[chunk.at : chunk.at + max(chunk.phase_one_bytes, frame_bytes)]
+        """A chunk's frame as far as it has come: phase one, or the whole once its size is known."""
+        chunk = self.chunks[index]
+        size = max(chunk.phase_one_bytes, self.frames[index][0]) if self.frames else chunk.phase_one_bytes
+        return self.buffer[chunk.at : chunk.at + size]
 
     def sent(self) -> Sent:
         raw_bytes, n = self.flat.numel() * self.flat.element_size(), self.flat.numel()
@@ -100,9 +103,9 @@ class _Message:
 
 @dataclass
 class _Verdict:
-    """The verdicts of one launch, on their way to the host, and which frames they are about: (src, chunk) each."""
+    """The verdicts of one launch, to be read when it is over, and which frames they are about: (src, chunk) each."""
 
-    rows: HostCopy
+    verdicts: Any
     about: list[tuple[int, int]]
 
 
@@ -133,6 +136,7 @@ class Pipeline:
         self._exchange, self.device, self.link = exchange, device, link
         self.pool = Pool(device.empty)
         self._in_flight: deque[_InFlight] = deque()
+        self._kept: list[Any] = []  # what must live until the device is done with the call in hand
         self._abandoned: list[Any] = []  # of calls that failed for good, until close()
         self._wrong: ZipcclError | None = None
 
@@ -145,16 +149,19 @@ class Pipeline:
             ZipcclError: the call failed, in the same way on all ranks; nothing of it is under way any more, or the
                 Communicator is finished.
         """
-        self.device.attach()
+        with self.device.attached():
+            self._execute(call, deadline)
+
+    def _execute(self, call: Call, deadline: float) -> None:
         exchange = self._exchange
-        outgoing: dict[int, _Message] = {}
-        incoming: dict[int, _Message] = {}
         buffers: list[Tensor] = []
+        self._kept = [call.sends, call.receives, call.finish]
         try:
             while sum(bool(flight.buffers) for flight in self._in_flight) >= CALLS_AT_ONCE:
                 self._retire(self._in_flight[0])
-            outgoing, incoming, buffers = self._plan(call)
-            flight = self._carry(call, outgoing, incoming, deadline)
+            outgoing, incoming, buffers, scratch = self._plan(call)
+            self._kept += [outgoing, incoming]
+            flight = self._carry(call, outgoing, incoming, scratch, deadline)
             if isinstance(flight, ZipcclError):
                 error: ZipcclError | None = flight
                 self.pool.give_back(buffers)
@@ -165,30 +172,39 @@ class Pipeline:
                 error = self._verified(call, flight, deadline) if exchange.policy.verify == "wait" else None
         except BaseException as exc:
             # The device may still be busy with them: neither the pool nor the framework may give them to anybody.
-            self._abandoned += [buffers, call.sends, call.receives, call.finish, outgoing, incoming]
+            self._abandoned += [buffers, self._kept]
             if exchange.broken is None and isinstance(exc, ZipcclError):  # this rank alone has seen it
                 alone = type(exc)(f"{title(call)}: on rank {exchange.rank}: {exc}")
                 raise exchange.give_up(alone, exc) from exc
             raise
+        finally:
+            self._kept = []
         if error is not None:
             raise error
 
     def follow(self, call: Call, deadline: float) -> None:
         """Start a straight call behind what has been posted; when it returns, `call.finished` is what to wait for."""
-        self.device.attach()
-        assert call.straight is not None
+        start = call.straight
+        assert start is not None
         assert call.issued is not None
-        with self.device.on("move"), phase_range(call, "move"):
+        with self.device.attached(), self.device.on("move"), phase_range(call, "move"):
             self.device.after(call.issued)
-            posted = self.link.begin(call.straight)
+            with self.device.framework():
+                posted = self.link.begin(start)
             self._arrive(call, posted, deadline)
-            self.device.run(call.finish)
+            if call.finish is not nothing:
+                self.device.run(call.finish)
             call.finished, call.on = self.device.mark(), self.device
         kept = [call.straight, call.finish]
         self._in_flight.append(_InFlight(title(call), deadline, call.finished, [], {}, [], [], kept))
 
     def _carry(
-        self, call: Call, outgoing: dict[int, _Message], incoming: dict[int, _Message], deadline: float
+        self,
+        call: Call,
+        outgoing: dict[int, _Message],
+        incoming: dict[int, _Message],
+        scratch: Tensor | None,
+        deadline: float,
     ) -> _InFlight | ZipcclError:
         """Queue all of a call; or, once nothing of it is under way any more, the error that all ranks know of.
 
@@ -196,12 +212,17 @@ class Pipeline:
             Whatever else goes wrong, on this rank alone or for good.
         """
         exchange = self._exchange
-        encoded, headers = self._encode(call, outgoing)
+        encoded, headers = self._encode(call, outgoing, scratch)
         agreeing: list[int] = []
         heard = exchange.records(call, deadline, agreeing.append)
         sends = {peer: m for peer, m in outgoing.items() if peer in agreeing}
         receives = {peer: m for peer, m in incoming.items() if peer in agreeing}
         arrivals = self._phase_one(call, sends, receives, encoded, deadline)
+        exchange.tell_ahead()
+        verdicts: dict[int, _Verdict] = {}
+        early = call.alike and heard.refused is None and call.native is None
+        if early:
+            finished = self._decode(call, incoming, arrivals, verdicts, None, deadline)
         if call.alike:
             error = self._agree_on_sizes(call, heard.refused, outgoing, incoming, headers, deadline)
         else:  # a rank that has nothing to do with this device tells its verdict instead, and hears ours
@@ -211,12 +232,14 @@ class Pipeline:
         if error is not None:
             self._drain(call, arrivals, deadline)
             return error
-        self._phase_two(call, sends, receives, arrivals, deadline)
-        verdicts, finished = self._decode(call, incoming, arrivals, deadline)
+        if self._phase_two(call, sends, receives, arrivals, deadline):
+            finished = self._decode(call, incoming, arrivals, verdicts, _overflowed(incoming), deadline)
+        elif not early:
+            finished = self._decode(call, incoming, arrivals, verdicts, None, deadline)
         call.finished, call.on = finished, self.device
-        kept = [call.sends, call.receives, call.finish, outgoing, encoded]
         control_sends, call.control_sends = call.control_sends, []
-        return _InFlight(title(call), deadline, finished, verdicts, incoming, [], control_sends, kept)
+        found = list(verdicts.values())
+        return _InFlight(title(call), deadline, finished, found, incoming, [], control_sends, self._kept)
 
     def _verified(self, call: Call, flight: _InFlight, deadline: float) -> ZipcclError | None:
         """What is wrong with a call, on any rank, once the device is done with it."""
@@ -226,21 +249,21 @@ class Pipeline:
 
     def settle(self) -> ZipcclError | None:
         """Wait, bounded, for everything under way; what was wrong with it as far as this rank knows, once."""
-        self.device.attach()
-        while self._in_flight:
-            self._retire(self._in_flight[0])
+        with self.device.attached():
+            while self._in_flight:
+                self._retire(self._in_flight[0])
         wrong, self._wrong = self._wrong, None
         return wrong
 
     def sweep(self) -> None:
         """Let go of what the device is done with; never waits but for what is overdue, or needs a peer that is gone."""
-        self.device.attach()
-        while self._in_flight and self._in_flight[0].finished.query():
-            self._retire(self._in_flight[0])
-        if not self._in_flight:
-            return
-        if time.monotonic() > self._in_flight[0].deadline or self._exchange.lost_peer() is not None:
-            self._retire(self._in_flight[0])
+        with self.device.attached():
+            while self._in_flight and self._in_flight[0].finished.query():
+                self._retire(self._in_flight[0])
+            if not self._in_flight:
+                return
+            if time.monotonic() > self._in_flight[0].deadline or self._exchange.lost_peer() is not None:
+                self._retire(self._in_flight[0])
 
     @property
     def busy(self) -> bool:
@@ -260,7 +283,9 @@ class Pipeline:
             self.link.abort()
         else:
             self.link.close()
-        if self._is_quiet():  # else what the device may still touch lives on with this object
+        with self.device.attached():
+            is_quiet = self._is_quiet()
+        if is_quiet:  # else what the device may still touch lives on with this object
             self._in_flight.clear()
             self._abandoned.clear()
             self.device.release()
@@ -268,7 +293,6 @@ class Pipeline:
 
     def _is_quiet(self) -> bool:
         """Whether the device comes to the end of all streams; waits at most _QUIET_S."""
-        self.device.attach()
         ends = []
         for stream in STREAMS:
             with self.device.on(stream):
@@ -282,12 +306,12 @@ class Pipeline:
 
     # Its steps
 
-    def _plan(self, call: Call) -> tuple[dict[int, _Message], dict[int, _Message], list[Tensor]]:
-        """The messages to and from each peer, and the buffers taken for them."""
+    def _plan(self, call: Call) -> tuple[dict[int, _Message], dict[int, _Message], list[Tensor], Tensor | None]:
+        """The messages to and from each peer, all buffers taken for them, and that of these which is scratch."""
         exchange = self._exchange
         call.paused = not exchange.codes_now(call)
         if call.native is not None or call.invalid is not None or not call.sends:
-            return {}, {}, []
+            return {}, {}, [], None
         peers = exchange.peers
         sizes: list[int] = []
         wanting: list[_Message] = []
@@ -309,20 +333,31 @@ class Pipeline:
                 shared = next(iter(outgoing.values()), None) if call.same_for_all else None
                 outgoing[peer] = shared or message(call.sends[peer], False)
         incoming = {p: message(call.receives[p], True) for p in peers if call.receives[p].numel()}
+        scratch_bytes = max((self.device.scratch_bytes(words) for words in self._launches(outgoing)), default=0)
+        if scratch_bytes:
+            sizes.append(scratch_bytes)
         with self.device.on("encode"):
             buffers = self.pool.take(sizes) if sizes else []
-        for made, buffer in zip(wanting, buffers, strict=True):
+        for made, buffer in zip(wanting, buffers, strict=False):
             made.buffer = buffer
             if not made.coded:
                 n_bytes = made.flat.numel() * made.flat.element_size()
                 made.flat = buffer[:n_bytes].view(made.flat.dtype)
-        return outgoing, incoming, buffers
+        return outgoing, incoming, buffers, buffers[-1] if scratch_bytes else None
+
+    def _launches(self, outgoing: dict[int, _Message]) -> list[list[int]]:
+        """How many words each chunk has that is encoded in one launch, for every launch of a call."""
+        messages = self._distinct(outgoing)
+        count = max((len(m.chunks) for m in messages), default=0)
+        return [[m.chunks[index].words for m in messages if index < len(m.chunks)] for index in range(count)]
 
     def _distinct(self, messages: dict[int, _Message]) -> list[_Message]:
         """The coded messages, each once."""
         return list({id(m): m for m in messages.values() if m.coded}.values())
 
-    def _encode(self, call: Call, outgoing: dict[int, _Message]) -> tuple[list[Event], HostCopy | None]:
+    def _encode(
+        self, call: Call, outgoing: dict[int, _Message], scratch: Tensor | None
+    ) -> tuple[list[Event], HostCopy | None]:
         """Encode chunk after chunk, all messages at once; an event a chunk, and the headers on their way."""
         device, messages = self.device, self._distinct(outgoing)
         events: list[Event] = []
@@ -333,6 +368,7 @@ class Pipeline:
                 device.after(call.before.finished)
             if not messages:
                 return [device.mark()], None
+            assert scratch is not None
             self._exchange.reached("encode", call)
             codebooks = device.codebooks([m.flat for m in messages], self._exchange.policy.codebook)
             for index in range(max(len(m.chunks) for m in messages)):
@@ -341,9 +377,12 @@ class Pipeline:
                     [messages[i].words(messages[i].chunks[index]) for i in batch],
                     [codebooks[i] for i in batch],
                     [messages[i].frame(messages[i].chunks[index]) for i in batch],
+                    scratch,
                 )
                 events.append(device.mark())
-            return events, device.to_host([m.frame(chunk)[:HEADER_BYTES] for m in messages for chunk in m.chunks])
+            headers = device.to_host([m.frame(chunk)[:HEADER_BYTES] for m in messages for chunk in m.chunks])
+            self._kept.append(headers)
+            return events, headers
 
     def _phase_one(
         self,
@@ -379,11 +418,11 @@ class Pipeline:
         messages = self._distinct(outgoing)
         if headers is not None:
             exchange.poll(headers.query, deadline, title(call), [exchange.rank])
-            parsed = iter([parse_header(bytes(h.numpy()), 1 << 62) for h in headers.tensor().view(-1, HEADER_BYTES)])
+            made = _SIZE_DIGEST_ESCAPES.iter_unpack(headers.tensor().numpy().tobytes())
             for m in messages:
-                mine = [next(parsed) for _ in m.chunks]
-                m.frames = tuple((h.frame_bytes, h.digest) for h in mine)
-                m.escapes = sum(h.escapes for h in mine)
+                mine = [next(made) for _ in m.chunks]
+                m.frames = tuple((frame_bytes, digest) for frame_bytes, digest, _ in mine)
+                m.escapes = sum(escapes for _, _, escapes in mine)
         error, self._wrong = self._wrong, None
         fatal = False
         if error is None and refused is not None:
@@ -427,54 +466,93 @@ class Pipeline:
         receives: dict[int, _Message],
         arrivals: list[Posted],
         deadline: float,
-    ) -> None:
-        """Post what the prefixes had no room for, if there is any; it arrives behind all of phase one."""
+    ) -> bool:
+        """Post what the prefixes had no room for; whether there is any. It arrives behind all of phase one."""
         out = [Piece(peer, rest) for peer, m in sends.items() for rest in m.rests()]
         into = [Piece(peer, rest) for peer, m in receives.items() for rest in m.rests()]
         if out or into:
             with self.device.on("move"), phase_range(call, "move"):
                 self._exchange.reached("send_phase_two", call)
                 arrivals.append(self._post(call, out, into, deadline))
+        return bool(out or into)
 
     def _decode(
-        self, call: Call, incoming: dict[int, _Message], arrivals: list[Posted], deadline: float
-    ) -> tuple[list[_Verdict], Event]:
-        """Decode, or sum, chunk after chunk as they arrive; the verdicts, and the event after which all is done."""
+        self,
+        call: Call,
+        incoming: dict[int, _Message],
+        arrivals: list[Posted],
+        verdicts: dict[int, _Verdict],
+        late: set[int] | None,
+        deadline: float,
+    ) -> Event:
+        """Decode, or sum, chunk after chunk as they arrive; the event after which all is done.
+
+        Args:
+            verdicts: of each chunk, to be filled.
+            late: the chunks that were too long, once all has been posted; None at first: then all chunks.
+        """
         device, rank = self.device, self._exchange.rank
-        whole = {src for src, m in incoming.items() if m.rests()}
-        count = max((len(m.chunks) for m in incoming.values()), default=0)
-        rows: list[tuple[Tensor, list[tuple[int, int]]]] = []
-        arrived: list[Event] = []
+        arrived = 0
 
         def arrive(until: int) -> None:
+            nonlocal arrived
             with device.on("move"):
-                while len(arrived) < until:
-                    self._arrive(call, arrivals[len(arrived)], deadline)
-                    arrived.append(device.mark())
-            device.after(arrived[until - 1])
+                while arrived < until:
+                    self._arrive(call, arrivals[arrived], deadline)
+                    arrived += 1
+                come = device.mark()
+            device.after(come)
 
         with device.on("decode"), phase_range(call, "decode"):
             if call.issued is not None:
                 device.after(call.issued)  # the outputs may still be read there
             self._exchange.reached("decode", call)
-            if call.target is not None:
-                rows = self._reduce(call, incoming, lambda index: arrive(len(arrivals) if whole else index + 1))
-            else:
-                if call.sends and call.native is None:
-                    mine, own = call.sends[rank], call.receives[rank]
-                    if own.numel() and own.data_ptr() != mine.data_ptr():
-                        device.run(lambda: own.copy_(mine))
-                for index in range(count):
-                    batch = [(src, m) for src, m in incoming.items() if index < len(m.chunks)]
-                    arrive(len(arrivals) if whole & {src for src, _ in batch} else index + 1)
-                    frames = [m.came(index) for _, m in batch]
-                    verdict = device.decode(frames, [m.words(m.chunks[index]) for _, m in batch])
-                    rows.append((verdict, [(src, index) for src, _ in batch]))
-            if arrivals:
+            if late is not None:
                 arrive(len(arrivals))
-            device.run(call.finish)
-            verdicts = [_Verdict(device.to_host([verdict]), about) for verdict, about in rows]
-            return verdicts, device.mark()
+            elif call.sends and call.native is None and call.target is None:
+                mine, own = call.sends[rank], call.receives[rank]
+                if own.numel() and own.data_ptr() != mine.data_ptr():
+                    device.copy(own, mine)
+            make = self._decode_chunk if call.target is None else self._reduce_chunk
+            count = max((len(m.chunks) for m in incoming.values()), default=0)
+            for index in range(max(count, call.target is not None)):
+                if late is None or index in late:
+                    if incoming:
+                        arrive(max(index + 1, arrived))
+                    verdicts[index] = make(call, incoming, index)
+                    self._kept.append(verdicts[index])
+            if arrived < len(arrivals):
+                arrive(len(arrivals))
+            if call.finish is not nothing:
+                device.run(call.finish)
+            return device.mark()
+
+    def _decode_chunk(self, call: Call, incoming: dict[int, _Message], index: int) -> _Verdict:
+        """Decode a chunk of every message, one launch."""
+        batch = [(src, m) for src, m in incoming.items() if index < len(m.chunks)]
+        found = self.device.decode([m.came(index) for _, m in batch], [m.words(m.chunks[index]) for _, m in batch])
+        return _Verdict(found, [(src, index) for src, _ in batch])
+
+    def _reduce_chunk(self, call: Call, incoming: dict[int, _Message], index: int) -> _Verdict:
+        """Sum a chunk, in rank order; every rank cuts its shard alike, coded or not."""
+        out = call.target
+        assert out is not None
+        assert call.spec is not None
+        factor = None if call.spec.factor is None else float(call.spec.factor)
+        chunks = next((m.chunks for m in incoming.values() if m.coded), ())
+        begin, end = (chunks[index].first, chunks[index].first + chunks[index].words) if chunks else (0, out.numel())
+        self._exchange.reached("reduce", call)
+        terms, about = [], []
+        for src in range(self._exchange.size):
+            message = incoming.get(src)
+            if message is None:  # this rank's own
+                terms.append(call.sends[src][begin:end])
+            elif message.coded:
+                terms.append(message.came(index))
+                about.append((src, index))
+            else:
+                terms.append(message.flat[begin:end])
+        return _Verdict(self.device.decode_reduce(terms, out[begin:end], call.spec.name, factor), about)
 
     def _native(self, call: Call, deadline: float) -> ZipcclError | None:
         """The backend's own collective, once the device has come to it; what all ranks then know to be wrong."""
@@ -484,38 +562,11 @@ class Pipeline:
                 self.device.after(call.issued)
             exchange.poll(self.device.mark().query, deadline, title(call), [exchange.rank])
             try:
-                exchange.run_native(call, self.link.group, deadline)
+                with self.device.framework():
+                    exchange.run_native(call, self.link.group, deadline)
             except Refused as exc:
                 refused = exc
         return exchange.share(call, refused, deadline)
-
-    def _reduce(
-        self, call: Call, incoming: dict[int, _Message], arrive: Callable[[int], None]
-    ) -> list[tuple[Tensor, list[tuple[int, int]]]]:
-        """Sum chunk after chunk, in rank order; every rank cuts its shard alike, coded or not."""
-        exchange, out = self._exchange, call.target
-        assert out is not None
-        assert call.spec is not None
-        factor = None if call.spec.factor is None else float(call.spec.factor)
-        chunks = next((m.chunks for m in incoming.values() if m.coded), ())
-        rows: list[tuple[Tensor, list[tuple[int, int]]]] = []
-        exchange.reached("reduce", call)
-        for index, (begin, end) in enumerate([(c.first, c.first + c.words) for c in chunks] or [(0, out.numel())]):
-            if incoming:
-                arrive(index)
-            terms, about = [], []
-            for src in range(exchange.size):
-                message = incoming.get(src)
-                if message is None:  # this rank's own
-                    terms.append(call.sends[src][begin:end])
-                elif message.coded:
-                    terms.append(message.came(index))
-                    about.append((src, index))
-                else:
-                    terms.append(message.flat[begin:end])
-            verdict = self.device.decode_reduce(terms, out[begin:end], call.spec.name, factor)
-            rows.append((verdict, about))
-        return rows
 
     # Endings
 
@@ -524,7 +575,6 @@ class Pipeline:
         exchange = self._exchange
         exchange.poll(flight.finished.query, flight.deadline, flight.title, exchange.peers)
         for verdict in flight.verdicts:
-            exchange.poll(verdict.rows.query, flight.deadline, flight.title, [exchange.rank])
             self._wrong = self._wrong or self._judge(flight, verdict)
         for peer, work in flight.control_sends:
             exchange.wait_until(flight.deadline, work, flight.title, [peer])
@@ -533,25 +583,30 @@ class Pipeline:
 
     def _judge(self, flight: _InFlight, verdict: _Verdict) -> ZipcclError | None:
         """What is wrong with the frames of one launch, if anything."""
+        told = [flight.incoming[src].frames[index] for src, index in verdict.about]
+        if self.device.as_told(verdict.verdicts, told):
+            return None
         where = f"{flight.title}: message from rank {{}} to rank {self._exchange.rank}"
-        headers = [h for h in self.device.headers(verdict.rows.tensor()) if h is not None]
-        for header, (src, index) in zip(headers, verdict.about, strict=True):
+        headers = [h for h in self.device.headers(verdict.verdicts) if h is not None]
+        for header, (src, index), (size, digest) in zip(headers, verdict.about, told, strict=True):
             if isinstance(header, ZipcclError):
                 return CorruptFrame(f"{where.format(src)}: chunk {index}: {header}")
-            told = flight.incoming[src].frames[index]
-            if (header.frame_bytes, header.digest) != told:
+            if (header.frame_bytes, header.digest) != (size, digest):
                 return CorruptFrame(
                     f"{where.format(src)}: chunk {index}: frame of {header.frame_bytes} bytes with digest "
-                    f"{header.digest:#018x} does not match the {told[0]} bytes and {told[1]:#018x} that were told: "
+                    f"{header.digest:#018x} does not match the {size} bytes and {digest:#018x} that were told: "
                     "stale or swapped"
                 )
         return None
 
     def _drain(self, call: Call, arrivals: list[Posted], deadline: float) -> None:
-        """Wait, bounded, for phase one and the records of a call that failed: what was posted has a counterpart."""
+        """Wait, bounded, for what was queued and the records of a call that failed: all posts have a counterpart."""
         with self.device.on("move"):
             for posted in arrivals:
                 self._arrive(call, posted, deadline)
+            moved = self.device.mark()
+        self._exchange.poll(moved.query, deadline, title(call), self._exchange.peers)
+        with self.device.on("decode"):
             done = self.device.mark()
         self._exchange.poll(done.query, deadline, title(call), self._exchange.peers)
         self._exchange.end_transfers(call, [], deadline)
@@ -571,6 +626,11 @@ class Pipeline:
             if not is_of_the_connection(exc):
                 raise
             raise self._exchange.transport_failed(title(call), exc, self._exchange.peers) from exc
+
+
+def _overflowed(incoming: dict[int, _Message]) -> set[int]:
+    """The chunks of which some peer's frame was too long for phase one."""
+    return {i for m in incoming.values() for i in range(len(m.chunks)) if m.rest(i) is not None}
 
 
 def _pieces(peer: int, message: _Message, index: int) -> list[Piece]:

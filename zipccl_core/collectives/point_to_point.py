@@ -19,7 +19,7 @@ import torch
 
 from ..errors import CorruptFrame, InvalidArgument, PeerError, ZipcclError
 from ..policy.switch import Decision, explain
-from .call import Call
+from .call import Call, nothing
 from .exchange import EXIT_S, Exchange, Work, again
 from .message import Incoming, Message, dtype_text, encode_message
 from .transport import Disconnected
@@ -111,7 +111,7 @@ class _Channel:
             finally:
                 if failed and call.error is None:  # giving up failed as well
                     call.error = self._exchange.broken or PeerError(f"{self._title(call)} failed")
-                call.finish = lambda: None
+                call.finish = nothing
                 call.sends, call.receives = [], []
                 call.done.set()
                 del call

@@ -27,7 +27,7 @@ from zipccl_core.collectives.link import Piece
 from zipccl_core.collectives.message import patterns
 from zipccl_core.collectives.reduce import ReduceSpec, ordered_sum
 from zipccl_core.collectives.transport import Transport
-from zipccl_core.errors import InvalidArgument, ZipcclError
+from zipccl_core.errors import InvalidArgument, TruncatedFrame, ZipcclError
 from zipccl_core.frame import FrameHeader, parse_header
 
 Row = FrameHeader | ZipcclError | None
@@ -91,20 +91,10 @@ class Copy(Event):
 
 
 class Rows:
-    """Verdicts in the device's memory."""
+    """Verdicts, there once the stream has come past them."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
-
-
-class RowsCopy(Event):
-    def __init__(self, rows: Rows) -> None:
-        super().__init__()
-        self._rows = rows
-
-    def tensor(self) -> Any:
-        assert self.query(), "read before it was there"
-        return self._rows
 
 
 class ThreadDevice:
@@ -134,8 +124,16 @@ class ThreadDevice:
         found: Stream = self._in_use.stream
         return found
 
-    def attach(self) -> None:
+    @contextlib.contextmanager
+    def attached(self) -> Iterator[None]:
         self._in_use.attached = True
+        try:
+            yield
+        finally:
+            self._in_use.attached = False
+
+    def framework(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def now(self) -> Event:
         return self.queued_ahead or Event(done=True)
@@ -172,6 +170,9 @@ class ThreadDevice:
     def run(self, work: Callable[[], object]) -> None:
         self.stream.put(work)
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        self.stream.put(lambda: target.copy_(source))
+
     def release(self) -> None:
         self.released_busy = any(self.streams[name].busy for name in STREAMS)
 
@@ -190,7 +191,14 @@ class ThreadDevice:
         self.stream.put(measure)
         return found
 
-    def encode(self, words: Sequence[Tensor], codebooks: Sequence[Any], frames: Sequence[Tensor]) -> None:
+    def scratch_bytes(self, words: Sequence[int]) -> int:
+        return sum(words)
+
+    def encode(
+        self, words: Sequence[Tensor], codebooks: Sequence[Any], frames: Sequence[Tensor], scratch: Tensor
+    ) -> None:
+        assert scratch.numel() >= self.scratch_bytes([w.numel() for w in words])
+
         def work() -> None:
             for w, book, frame in zip(words, codebooks, frames, strict=True):
                 encode_into(patterns(w), book[0], frame.numpy())
@@ -210,15 +218,19 @@ class ThreadDevice:
         rows = Rows()
 
         def work() -> None:
-            words = []
+            words, too_long = [], False
             for term in terms:
                 if term.dtype != torch.uint8:
                     rows.rows.append(None)
                     words.append(term)
                     continue
                 decoded = torch.empty_like(out)
-                rows.rows.append(_decoded(term, decoded))
+                row = _decoded(term, decoded)
+                too_long = too_long or isinstance(row, TruncatedFrame)
+                rows.rows.append(row)
                 words.append(decoded)
+            if too_long:
+                return
             number = None if factor is None else torch.tensor(factor, dtype=torch.float32).numpy()[()]
             ordered_sum([patterns(w) for w in words], ReduceSpec(kind, number), patterns(out))
 
@@ -226,10 +238,6 @@ class ThreadDevice:
         return rows
 
     def to_host(self, tensors: Sequence[Any]) -> Any:
-        if isinstance(tensors[0], Rows):
-            rows = RowsCopy(tensors[0])
-            self.stream.put(rows.done.set)
-            return rows
         copy = Copy()
 
         def work() -> None:
@@ -242,8 +250,13 @@ class ThreadDevice:
     def to_device(self, target: Tensor, source: Tensor) -> None:
         self.stream.put(lambda: target.copy_(source))
 
-    def headers(self, rows: Any) -> list[Row]:
-        found: list[Row] = rows.rows
+    def as_told(self, verdicts: Any, told: Sequence[tuple[int, int]]) -> bool:
+        rows = [row for row in self.headers(verdicts) if row is not None]
+        return [(row.frame_bytes, row.digest) for row in rows if isinstance(row, FrameHeader)] == list(told)
+
+    def headers(self, verdicts: Any) -> list[Row]:
+        found: list[Row] = verdicts.rows
+        assert found, "read before they were there"
         return found
 
 

@@ -18,15 +18,28 @@ from ...frame import (
     parse_header,
     static_bytes,
 )
-from .jit import BLOCK_THREADS, TABLE_SIGNATURE, VERDICT_BYTES, Job, Launch, check_frame, element_bytes_of, make_table
+from .jit import (
+    BLOCK_THREADS,
+    TABLE_SIGNATURE,
+    VERDICT_BYTES,
+    Job,
+    Launch,
+    Place,
+    Table,
+    check_frame,
+    element_bytes_of,
+    make_table,
+)
 
-__all__ = ["Verdicts", "decode_frames", "read_header"]
+__all__ = ["Verdicts", "as_told", "decode_frames", "launch_decode", "read_header", "verdict_on"]
 
 NAMES = {2: "bfloat16", 4: "float32"}
 COUNTER_BYTES = 32
 ACCUMULATOR_BYTES = 32
 _VERDICT = struct.Struct("<8Q128s")
 assert _VERDICT.size == VERDICT_BYTES
+_STEP_MAGIC_SIZE_DIGEST = struct.Struct("<Q56xQ8xQQ96x")
+assert _STEP_MAGIC_SIZE_DIGEST.size == VERDICT_BYTES
 
 # Steps of FORMAT.md 8 that a verdict names; reader.cuh has the same.
 _DIRECTORY, _RECORD, _CANONICAL, _DIGEST, _OTHER_FRAME = 9, 10, 11, 12, 20
@@ -58,10 +71,28 @@ class Verdicts:
             InvalidArgument: the frame is sound as far as its header goes, but of another n or dtype than the output.
         """
         packed = self.rows.cpu().numpy().tobytes()
-        headers: list[FrameHeader | None] = []
-        for i in range(self.rows.shape[0]):
-            headers.append(_verdict(i, _VERDICT.unpack_from(packed, i * VERDICT_BYTES), self.rows.shape[0]))
-        return headers
+        return [verdict_on(packed, i) for i in range(self.rows.shape[0])]
+
+
+def verdict_on(packed: bytes, index: int) -> FrameHeader | None:
+    """The header of frame `index` of a launch, from all the rows of its verdicts; errors as Verdicts.check."""
+    return _verdict(index, _VERDICT.unpack_from(packed, index * VERDICT_BYTES), len(packed) // VERDICT_BYTES)
+
+
+def as_told(packed: bytes, told: Sequence[tuple[int, int]]) -> bool:
+    """Whether every frame of a launch was found sound, and is of the bytes and the digest that were told of it.
+
+    Args:
+        packed: the rows of the verdicts.
+        told: of each frame, in order; terms that are no frames have none.
+    """
+    found = []
+    for step, magic, frame_bytes, digest in _STEP_MAGIC_SIZE_DIGEST.iter_unpack(packed):
+        if step:
+            return False
+        if magic:
+            found.append((frame_bytes, digest))
+    return found == list(told)
 
 
 def _verdict(index: int, fields: tuple[int | bytes, ...], frames: int) -> FrameHeader | None:
@@ -137,22 +168,28 @@ def decode_frames(frames: Sequence[Tensor], out: Sequence[Tensor]) -> Verdicts:
     jobs = [frame_job("decode", i, f, o, o.data_ptr()) for i, (f, o) in enumerate(zip(frames, out, strict=True))]
     with Launch(out[0]) as launch:
         table = make_table(jobs, out[0].device)
-        scratch = launch.device.zeroed("read", launch.key, COUNTER_BYTES + ACCUMULATOR_BYTES * len(jobs))
         rows = torch.empty((len(jobs), VERDICT_BYTES // 8), dtype=torch.int64, device=out[0].device)
-        launch.begin()
-        function, shared, most = launch.device.persistent(
-            f"decode_{NAMES[element_bytes]}_kernel", "decode", "DECODE", element_bytes, (TABLE_SIGNATURE, "P", "P")
-        )
-        function.prepared_async_call(
-            (max(1, min(table.tiles, most)), 1),
-            (BLOCK_THREADS, 1, 1),
-            launch.stream,
-            table.packed,
-            scratch.data_ptr(),
-            rows.data_ptr(),
-            shared_size=shared,
-        )
+        launch_decode(launch, table, element_bytes, rows.data_ptr())
     return Verdicts(rows)
+
+
+def launch_decode(place: Place, table: Table, element_bytes: int, rows: int) -> None:
+    """Launch the kernel on jobs that are known to be right.
+
+    Args:
+        table: of each frame its address and bytes, and the address and number of the words to write.
+        element_bytes: of all outputs.
+        rows: address of VERDICT_BYTES bytes a job, for the verdicts.
+    """
+    scratch = place.zeroed("read", COUNTER_BYTES + ACCUMULATOR_BYTES * table.jobs)
+    place.begin()
+    function, shared, most = place.device.persistent(
+        f"decode_{NAMES[element_bytes]}_kernel", "decode", "DECODE", element_bytes, (TABLE_SIGNATURE, "P", "P")
+    )
+    grid = (max(1, min(table.tiles, most)), 1)
+    function.prepared_async_call(
+        grid, (BLOCK_THREADS, 1, 1), place.stream, table.packed, scratch, rows, shared_size=shared
+    )
 
 
 def read_header(frame: Tensor) -> FrameHeader:

@@ -3,6 +3,9 @@
 // The sum, exactly: acc = term of rank 0; acc = fl32(acc + term); a term is fl32(x * factor) if there is a factor; at
 // the end fl32(acc / ranks) if averaging; one rounding to nearest even; every NaN is 0x7FC0 (float32: 0x7FC00000). No
 // contraction, no flush to zero. Decoded words never reach device memory.
+//
+// If a frame says that it is longer than its buffer, nothing is written, not even where `out` is one of the terms: then
+// the rest can be received, and all be summed.
 #include "reader.cuh"
 
 template <u32 ELEMENT_BYTES>
@@ -27,6 +30,7 @@ struct ReduceShared : ReadShared<ELEMENT_BYTES, REDUCE_STAGES<ELEMENT_BYTES>, 1>
     Rank rank[KEPT_RANKS];
     u64 tag[KEPT_RANKS];
     u64 digest[KEPT_RANKS], escapes[KEPT_RANKS];  // the loading warp's
+    u32 too_long;
 };
 
 // Two floats rounded to nearest even, as the instruction does it: a NaN becomes 0x7FFF, and no number does.
@@ -262,6 +266,7 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, flo
     extern __shared__ __align__(128) u8 shared_bytes[];
     auto& shared = *reinterpret_cast<ReduceShared<ELEMENT_BYTES>*>(shared_bytes);
     const FrameJob* jobs = table.all();
+    if (threadIdx.x == 0) shared.too_long = 0;
     if (threadIdx.x < KEPT_RANKS) {
         const u32 rank = threadIdx.x;
         shared.digest[rank] = shared.escapes[rank] = 0;
@@ -271,11 +276,15 @@ __device__ __forceinline__ void reduce_tiles(const JobTable& table, u64 out, flo
         }
     }
     shared.init();
-    if (warp_of() == WARPS)
+    for (u32 rank = threadIdx.x; rank < table.jobs; rank += BLOCK_THREADS)
+        if (jobs[rank].frame && frame_bytes_of(jobs[rank].frame) > jobs[rank].capacity_bytes) shared.too_long = 1;
+    __syncthreads();
+    const bool reads = !shared.too_long;
+    if (reads && warp_of() == WARPS)
         feed_reducers<ELEMENT_BYTES>(table, shared, scratch);
-    else
+    else if (reads)
         reduce_blocks<ELEMENT_BYTES, SCALE>(table, shared, out, factor, scratch);
-    finish_reading<ELEMENT_BYTES>(jobs, table.jobs, scratch, verdicts, &shared.last);
+    finish_reading<ELEMENT_BYTES>(jobs, table.jobs, scratch, verdicts, &shared.last, reads);
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK_THREADS, ZIPCCL_REDUCE_BLOCKS_2)

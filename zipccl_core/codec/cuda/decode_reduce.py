@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ...errors import InvalidArgument
 from .decode import ACCUMULATOR_BYTES, COUNTER_BYTES, NAMES, Verdicts, frame_job
-from .jit import BLOCK_THREADS, TABLE_SIGNATURE, VERDICT_BYTES, Job, Launch, element_bytes_of, make_table
+from .jit import BLOCK_THREADS, TABLE_SIGNATURE, VERDICT_BYTES, Job, Launch, Place, Table, element_bytes_of, make_table
 
-__all__ = ["decode_reduce"]
+__all__ = ["decode_reduce", "launch_decode_reduce"]
 
 
 def decode_reduce(
@@ -22,8 +22,9 @@ def decode_reduce(
     Exactly: acc = term of rank 0; acc = fl32(acc + term); with `factor`, a term is fl32(x · factor); with `average`,
     fl32(acc ÷ ranks) at the end; one rounding to nearest even; every NaN is 0x7FC0 (float32: 0x7FC00000). The bits are
     those of the CPU layer's sum. Frames are checked as by decode_frames, with the same reserve: **until
-    Verdicts.check() has said so, the sum may be wrong.** Ordered after and before work on torch's current stream, from
-    any thread; never waits for the device.
+    Verdicts.check() has said so, the sum may be wrong**; but if the header of a frame says that it is longer than its
+    buffer, nothing is written. Ordered after and before work on torch's current stream, from any thread; never waits
+    for the device.
 
     Args:
         terms: one a rank, in rank order, at least one: a frame ([any] uint8, 128-byte aligned), or the elements
@@ -62,29 +63,36 @@ def decode_reduce(
                 )
             job = Job(term.data_ptr(), 0, term.numel(), 0)
         jobs.append(job)
-    number = factor if factor is not None else float(len(terms)) if average else 0.0
-    kind = "premul" if factor is not None else "average" if average else "sum"
     with Launch(out) as launch:
         table = make_table(jobs, out.device, same_tiles=True)
-        scratch = launch.device.zeroed("read", launch.key, COUNTER_BYTES + ACCUMULATOR_BYTES * len(jobs))
         rows = torch.empty((len(jobs), VERDICT_BYTES // 8), dtype=torch.int64, device=out.device)
-        launch.begin()
-        function, shared, most = launch.device.persistent(
-            f"decode_reduce_{kind}_{NAMES[element_bytes]}_kernel",
-            "decode_reduce",
-            "REDUCE",
-            element_bytes,
-            (TABLE_SIGNATURE, "P", "f", "P", "P"),
-        )
-        function.prepared_async_call(
-            (max(1, min(table.tiles, most)), 1),
-            (BLOCK_THREADS, 1, 1),
-            launch.stream,
-            table.packed,
-            out.data_ptr(),
-            number,
-            scratch.data_ptr(),
-            rows.data_ptr(),
-            shared_size=shared,
-        )
+        launch_decode_reduce(launch, table, element_bytes, out.data_ptr(), average, factor, rows.data_ptr())
     return Verdicts(rows)
+
+
+def launch_decode_reduce(
+    place: Place, table: Table, element_bytes: int, out: int, average: bool, factor: float | None, rows: int
+) -> None:
+    """Launch the kernel on terms that are known to be right.
+
+    Args:
+        table: of each term, for the same blocks, the frame's address and bytes, or the address of the words.
+        element_bytes: of the sum, and of terms that are words.
+        out: address of the sum.
+        average, factor: as decode_reduce.
+        rows: address of VERDICT_BYTES bytes a term, for the verdicts.
+    """
+    number = factor if factor is not None else float(table.jobs) if average else 0.0
+    kind = "premul" if factor is not None else "average" if average else "sum"
+    scratch = place.zeroed("read", COUNTER_BYTES + ACCUMULATOR_BYTES * table.jobs)
+    place.begin()
+    function, shared, most = place.device.persistent(
+        f"decode_reduce_{kind}_{NAMES[element_bytes]}_kernel",
+        "decode_reduce",
+        "REDUCE",
+        element_bytes,
+        (TABLE_SIGNATURE, "P", "f", "P", "P"),
+    )
+    grid = (max(1, min(table.tiles, most)), 1)
+    arguments = (table.packed, out, number, scratch, rows)
+    function.prepared_async_call(grid, (BLOCK_THREADS, 1, 1), place.stream, *arguments, shared_size=shared)

@@ -10,14 +10,26 @@ from torch import Tensor
 from ...codebook import Codebook
 from ...errors import InvalidArgument
 from ...frame import max_frame_bytes
-from .jit import BLOCK_THREADS, SLOT_BYTES, TABLE_SIGNATURE, Job, Launch, check_frame, element_bytes_of, make_table
+from .jit import (
+    BLOCK_THREADS,
+    SLOT_BYTES,
+    TABLE_SIGNATURE,
+    Job,
+    Launch,
+    Place,
+    Table,
+    check_frame,
+    element_bytes_of,
+    make_table,
+)
 from .stats import DeviceCodebook
 
-__all__ = ["encode_frames"]
+__all__ = ["encode_frames", "launch_encode", "scratch_bytes"]
 
 _PACKERS_A_MULTIPROCESSOR = 2
 _FRAME_SUMS_BYTES = 32
 _NAMES = {2: "bfloat16", 4: "float32"}
+_SIGNATURE = (TABLE_SIGNATURE, "P", "P", "P", "P")
 
 
 def encode_frames(
@@ -64,28 +76,37 @@ def encode_frames(
             exponents = int.from_bytes(bytes(codebook.exponents), "little")
         jobs.append(Job(source.data_ptr(), frame.data_ptr(), n, frame.numel(), address, exponents))
 
-    device = words[0].device
     with Launch(words[0]) as launch:
-        table = make_table(jobs, device)
-        tiles = table.tiles
-        sums = launch.device.zeroed("encode", launch.key, _FRAME_SUMS_BYTES * len(jobs))
-        counts_bytes, sizes_bytes = 16 * tiles, -(-2 * tiles // 16) * 16
-        scratch = torch.empty(tiles * SLOT_BYTES + counts_bytes + sizes_bytes, dtype=torch.uint8, device=device)
-        slots = scratch.data_ptr()  # torch aligns allocations to 512 bytes
-        counts = slots + tiles * SLOT_BYTES
-        sizes = counts + counts_bytes
-        name = _NAMES[element_bytes]
-        arguments = (table.packed, sums.data_ptr(), counts, sizes, slots)
-        launch.begin()
-        signature = (TABLE_SIGNATURE, "P", "P", "P", "P")
-        function, shared, most = launch.device.persistent(
-            f"encode_{name}_kernel", "encode", "ENCODE", element_bytes, signature
-        )
-        pack = launch.device.function(f"pack_{name}_kernel", "encode", (*signature, "I"))
-        packers = min(-(-tiles // 8), launch.device.multiprocessors * _PACKERS_A_MULTIPROCESSOR)
-        with launch.device.lock:  # the two kernels share sums, so that no other thread's may come between them
-            if tiles:
-                function.prepared_async_call(
-                    (min(tiles, most), 1), (BLOCK_THREADS, 1, 1), launch.stream, *arguments, shared_size=shared
-                )
-            pack.prepared_async_call((packers + len(jobs), 1), (512, 1, 1), launch.stream, *arguments, packers)
+        table = make_table(jobs, words[0].device)
+        scratch = torch.empty(scratch_bytes(table.tiles), dtype=torch.uint8, device=words[0].device)
+        launch_encode(launch, table, element_bytes, scratch.data_ptr())
+
+
+def scratch_bytes(tiles: int) -> int:
+    """Bytes of scratch that encoding so many blocks in one launch takes."""
+    return tiles * SLOT_BYTES + 16 * tiles + -(-2 * tiles // 16) * 16
+
+
+def launch_encode(place: Place, table: Table, element_bytes: int, scratch: int) -> None:
+    """Launch the kernels on jobs that are known to be right.
+
+    Args:
+        table: words, frame, n, capacity and codebook of each tensor.
+        element_bytes: of all tensors.
+        scratch: address of scratch_bytes(table.tiles) bytes, at a multiple of 16, until the kernels are done.
+    """
+    device, tiles = place.device, table.tiles
+    sums = place.zeroed("encode", _FRAME_SUMS_BYTES * table.jobs)
+    counts = scratch + tiles * SLOT_BYTES
+    arguments = (table.packed, sums, counts, counts + 16 * tiles, scratch)
+    place.begin()
+    name = _NAMES[element_bytes]
+    function, shared, most = device.persistent(f"encode_{name}_kernel", "encode", "ENCODE", element_bytes, _SIGNATURE)
+    pack = device.function(f"pack_{name}_kernel", "encode", (*_SIGNATURE, "I"))
+    packers = min(-(-tiles // 8), device.multiprocessors * _PACKERS_A_MULTIPROCESSOR)
+    with device.lock:  # the two kernels share sums, so that no other thread's may come between them
+        if tiles:
+            function.prepared_async_call(
+                (min(tiles, most), 1), (BLOCK_THREADS, 1, 1), place.stream, *arguments, shared_size=shared
+            )
+        pack.prepared_async_call((packers + table.jobs, 1), (512, 1, 1), place.stream, *arguments, packers)

@@ -19,10 +19,10 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -55,10 +55,15 @@ __all__ = [
     "STEMS",
     "Compiled",
     "CompilerError",
+    "Device",
     "Job",
+    "Lane",
     "Launch",
+    "Place",
     "Usage",
     "compile_kernels",
+    "lend_lanes",
+    "take_back_lanes",
     "warm",
 ]
 
@@ -373,7 +378,7 @@ def _driver() -> Any:
     return driver
 
 
-class _Device:
+class Device:
     """One device: its primary context, which torch uses too, the modules in it, and a pool of streams."""
 
     def __init__(self, index: int) -> None:
@@ -401,7 +406,7 @@ class _Device:
 
     @contextlib.contextmanager
     def pushed(self) -> Iterator[None]:
-        # per call, since the stack of contexts is the thread's, and a thread must not end with one on it
+        """The context, for this thread: its stack is the thread's, and a thread must not end with one on it."""
         self.context.push()
         try:
             yield
@@ -456,18 +461,36 @@ class _Device:
             return have
 
 
-_devices: dict[int, _Device] = {}
+class Place(Protocol):
+    """Where a launcher launches: on a stream that is ordered as its maker says.
+
+    Attributes:
+        device: see Device.
+        stream: for a prepared call; None is the default stream.
+    """
+
+    device: Device
+    stream: Any
+
+    def zeroed(self, purpose: str, n_bytes: int) -> int:
+        """Address of scratch that is zero before a launch, and that every launch must leave zero; before begin()."""
+
+    def begin(self) -> None:
+        """After all memory of a launch is there, before the launch."""
+
+
+_devices: dict[int, Device] = {}
 _devices_lock = threading.Lock()
 
 
-def device_of(tensor: Tensor) -> _Device:
+def device_of(tensor: Tensor) -> Device:
     """The device of a CUDA tensor, set up on first use: a context, four streams."""
     index = tensor.device.index if tensor.device.index is not None else torch.cuda.current_device()
     found = _devices.get(index)
     if found is None:
         with _devices_lock:
             if index not in _devices:
-                _devices[index] = _Device(index)
+                _devices[index] = Device(index)
             found = _devices[index]
     return found
 
@@ -479,7 +502,7 @@ class Launch:
     go there directly; from any other stream they go to one of the pool, between two events. Nothing waits on the host.
 
     Attributes:
-        device: the _Device.
+        device: the Device.
         stream: for a prepared call; None is the default stream.
         key: which scratch belongs to this stream.
     """
@@ -510,6 +533,10 @@ class Launch:
         self.device.context.push()  # per launch: the stack is the thread's, and no thread may end with one on it
         self._begun = True
 
+    def zeroed(self, purpose: str, n_bytes: int) -> int:
+        """See Place."""
+        return self.device.zeroed(purpose, self.key, n_bytes).data_ptr()
+
     _begun = False
 
     def __exit__(self, *error: object) -> None:
@@ -519,6 +546,71 @@ class Launch:
                 self._caller.wait_stream(self._ours)
         if self._guard is not None:
             self._guard.__exit__(*error)  # type: ignore[no-untyped-call]
+
+
+class Lane:
+    """A stream that nobody else has, for launches of one thread at a time, and memory that they take turns with.
+
+    Whoever launches has pushed the device's context. Non-blocking with respect to the default stream.
+
+    Attributes:
+        device, stream: see Place.
+        torch_stream, handle: the same stream, for torch and for others.
+    """
+
+    def __init__(self, device: Device, stream: Any) -> None:
+        self.device, self.stream, self.handle = device, stream, int(stream.handle)
+        self.torch_stream = torch.cuda.ExternalStream(self.handle, device=device.index)  # type: ignore[no-untyped-call]
+        self._kept: dict[str, tuple[int, int, Tensor]] = {}
+
+    def zeroed(self, purpose: str, n_bytes: int) -> int:
+        """See Place."""
+        return self._room(purpose, n_bytes, torch.zeros)
+
+    def room(self, purpose: str, n_bytes: int) -> int:
+        """Address of memory for what one launch on this lane leaves to what comes behind it."""
+        return self._room(purpose, n_bytes, torch.empty)
+
+    def _room(self, purpose: str, n_bytes: int, make: Callable[..., Tensor]) -> int:
+        address, size, _ = self._kept.get(purpose, (0, -1, None))
+        if size < n_bytes:
+            size = 1 << max(13, (n_bytes - 1).bit_length())
+            with torch.cuda.stream(self.torch_stream):  # what it replaces is taken by nobody ahead of this stream
+                made = make(size, dtype=torch.uint8, device=f"cuda:{self.device.index}")
+            address = made.data_ptr()
+            self._kept[purpose] = address, size, made
+        return address
+
+    def begin(self) -> None:
+        """See Place."""
+
+    def to_host(self, target: Tensor, source: int) -> None:
+        """Fill a pinned uint8 tensor from an address on the device, behind what the stream holds."""
+        _driver().memcpy_dtoh_async(target.numpy(), source, self.stream)
+
+    def copy(self, target: int, source: int, n_bytes: int) -> None:
+        """Copy between two addresses on the device, behind what the stream holds."""
+        _driver().memcpy_dtod_async(target, source, n_bytes, self.stream)
+
+
+_idle: dict[int, list[Any]] = {}
+"""Device index → streams that were lent and are not in use."""
+
+
+def lend_lanes(device: torch.device, count: int) -> list[Lane]:
+    """So many lanes that nobody else has, until they are taken back."""
+    found = device_of(torch.empty(0, device=device))
+    with found.lock, found.pushed():
+        idle = _idle.setdefault(found.index, [])
+        lent = [idle.pop() if idle else _driver().Stream(1) for _ in range(count)]
+    return [Lane(found, stream) for stream in lent]
+
+
+def take_back_lanes(lanes: Sequence[Lane]) -> None:
+    """Lend their streams to others from now on. Nothing may be left in them."""
+    for lane in lanes:
+        with lane.device.lock:
+            _idle[lane.device.index].append(lane.stream)
 
 
 def pool_streams(device: torch.device | int) -> list[torch.cuda.ExternalStream]:

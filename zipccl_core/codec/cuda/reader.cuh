@@ -367,9 +367,11 @@ __device__ __forceinline__ u32 check_header(const u64* h, u64 capacity_bytes) {
     return 0;
 }
 
-// The verdict on one frame, by one thread of the last thread block; puts the accumulators back to zero.
+// The verdict on one frame, by one thread of the last thread block; puts the accumulators back to zero. Of frames of which
+// no block was read, only the header.
 template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void give_verdict(const FrameJob& job, ReadAccumulators& of_job, Verdict& verdict) {
+__device__ __forceinline__ void give_verdict(const FrameJob& job, ReadAccumulators& of_job, bool was_read,
+                                             Verdict& verdict) {
     const volatile ReadAccumulators& seen = of_job;
     const u64 digest = seen.digest + mix64(4 * job.n + dtype_of(ELEMENT_BYTES));
     const u64 escapes = seen.escapes, fault = seen.fault;
@@ -392,8 +394,8 @@ __device__ __forceinline__ void give_verdict(const FrameJob& job, ReadAccumulato
             for (u64 i = blocks; i < align128(ENTRY_BYTES * blocks) / ENTRY_BYTES && !step; ++i)
                 if (((const volatile u64*)(job.frame + HEADER_BYTES))[i]) step = FAULT_DIRECTORY, block = i;
         }
-        if (!step && escapes != h[4]) step = FAULT_CANONICAL, detail = 0xffff;
-        if (!step && digest != h[3]) step = FAULT_DIGEST;
+        if (!step && was_read && escapes != h[4]) step = FAULT_CANONICAL, detail = 0xffff;
+        if (!step && was_read && digest != h[3]) step = FAULT_DIGEST;
         // n = 0: no block says where the dynamic part ends; there is none (8.7 made Frame_Bytes fit)
     } else {
         for (u32 i = 0; i < 16; ++i) verdict.header[i] = 0;
@@ -411,7 +413,7 @@ __device__ __forceinline__ void give_verdict(const FrameJob& job, ReadAccumulato
 // At the end of a launch; all threads call. The last thread block to come gives all verdicts.
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ void finish_reading(const FrameJob* jobs, u32 n_jobs, ReadScratch* scratch,
-                                               Verdict* verdicts, u32* shared_last) {
+                                               Verdict* verdicts, u32* shared_last, bool was_read = true) {
     __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) *shared_last = atomicAdd(&scratch->finished_blocks, 1ull) + 1 == gridDim.x;
@@ -419,6 +421,6 @@ __device__ __forceinline__ void finish_reading(const FrameJob* jobs, u32 n_jobs,
     if (!*shared_last) return;
     __threadfence();
     for (u32 job = threadIdx.x; job < n_jobs; job += BLOCK_THREADS)
-        give_verdict<ELEMENT_BYTES>(jobs[job], scratch->of_job[job], verdicts[job]);
+        give_verdict<ELEMENT_BYTES>(jobs[job], scratch->of_job[job], was_read, verdicts[job]);
     if (threadIdx.x == 0) scratch->finished_blocks = 0;
 }

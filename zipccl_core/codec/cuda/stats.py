@@ -11,9 +11,19 @@ from torch import Tensor
 
 from ...codebook import Codebook, sample_stride
 from ...errors import InvalidArgument
-from .jit import COUNTERS_BYTES, STATISTICS_BYTES, TABLE_SIGNATURE, Job, Launch, element_bytes_of, make_table
+from .jit import (
+    COUNTERS_BYTES,
+    STATISTICS_BYTES,
+    TABLE_SIGNATURE,
+    Job,
+    Launch,
+    Place,
+    Table,
+    element_bytes_of,
+    make_table,
+)
 
-__all__ = ["DeviceCodebook", "DeviceStatistics", "measure"]
+__all__ = ["DeviceCodebook", "DeviceStatistics", "launch_measure", "measure"]
 
 _THREADS = 512
 _SAMPLES_A_BLOCK = 512  # one a thread: adding to few counters takes turns
@@ -95,18 +105,37 @@ def measure(words: Sequence[Tensor]) -> DeviceStatistics:
     if len(words) > 65535:
         raise InvalidArgument(f"measure: at most 65535 tensors a launch, got {len(words)}")
     device = words[0].device
-    most = max(-(-w.numel() // sample_stride(w.numel())) for w in words)
     with Launch(words[0]) as launch:
-        # no job is about blocks here; n alone counts
-        table = make_table([Job(w.data_ptr(), 0, w.numel(), 0, coded=False) for w in words], device)
-        counters = launch.device.zeroed("stats", launch.key, COUNTERS_BYTES * len(words))
+        table = make_table([measuring(w) for w in words], device)
         rows = torch.empty((len(words), STATISTICS_BYTES // 8), dtype=torch.int64, device=device)
-        launch.begin()
-        function = launch.device.function(
-            f"count_exponents_{_NAMES[element_bytes]}_kernel", "stats", (TABLE_SIGNATURE, "P", "P")
-        )
-        grid = (max(1, -(-most // _SAMPLES_A_BLOCK)), len(words))
-        function.prepared_async_call(
-            grid, (_THREADS, 1, 1), launch.stream, table.packed, counters.data_ptr(), rows.data_ptr()
-        )
+        launch_measure(launch, table, element_bytes, max(samples_of(w) for w in words), rows.data_ptr())
     return DeviceStatistics(rows)
+
+
+def measuring(words: Tensor) -> Job:
+    """The job of measuring a tensor: no job is about blocks here; n alone counts."""
+    return Job(words.data_ptr(), 0, words.numel(), 0, coded=False)
+
+
+def samples_of(words: Tensor) -> int:
+    """How many words of a tensor are in its sample."""
+    n = words.numel()
+    return -(-n // sample_stride(n))
+
+
+def launch_measure(place: Place, table: Table, element_bytes: int, most_samples: int, rows: int) -> None:
+    """Launch the kernel on tensors that are known to be right.
+
+    Args:
+        table: of `measuring` of each tensor.
+        element_bytes: of all tensors.
+        most_samples: samples_of the tensor that has most.
+        rows: address of STATISTICS_BYTES bytes a tensor: fitted codebook, gaussian codebook, and so on.
+    """
+    counters = place.zeroed("stats", COUNTERS_BYTES * table.jobs)
+    place.begin()
+    function = place.device.function(
+        f"count_exponents_{_NAMES[element_bytes]}_kernel", "stats", (TABLE_SIGNATURE, "P", "P")
+    )
+    grid = (max(1, -(-most_samples // _SAMPLES_A_BLOCK)), table.jobs)
+    function.prepared_async_call(grid, (_THREADS, 1, 1), place.stream, table.packed, counters, rows)
