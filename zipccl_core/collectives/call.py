@@ -22,6 +22,32 @@ _DATA_TAG = 3
 _TAGS = 1 << 30
 
 
+class Done:
+    """Set once, and waited for by any number of threads; made in a tenth of the time of a threading.Event."""
+
+    def __init__(self) -> None:
+        self._is_set, self._held = False, threading.Lock()
+        self._held.acquire()
+
+    def set(self) -> None:
+        """Let go of all who wait; by one thread, and may be repeated."""
+        if not self._is_set:
+            self._is_set = True
+            self._held.release()
+
+    def is_set(self) -> bool:
+        """Whether it is; never waits."""
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until it is set, at most so many seconds; whether it is."""
+        if not self._is_set:
+            if not self._held.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+                return False
+            self._held.release()
+        return True
+
+
 def nothing() -> None:
     """What is to be done after a call whose result is where the caller wants it."""
 
@@ -43,6 +69,7 @@ class Call:
         finish: puts the result where the caller wants it, after all has been received.
         invalid: why this rank's arguments were refused, None if they were not.
         stage: 0, or more for the later calls of one that takes several; they share a number and are counted once.
+        lay_out: fills `sends`, `receives` and `target`, if that is left to the progress thread.
         alike: whether all ranks' arguments were accepted and are on one type of device: known alike on all ranks.
         told: whether the peers have been sent its records.
         before: the call of the stage before, None for the first; if that failed, on all ranks, this is not made.
@@ -65,6 +92,7 @@ class Call:
     native_reason: str = ""
     finish: Callable[[], None] = nothing
     invalid: InvalidArgument | None = None
+    lay_out: Callable[[Call], None] | None = None
     stage: int = 0
     alike: bool = True
     told: bool = False
@@ -75,7 +103,7 @@ class Call:
     paused: bool = False
     arrivals_s: dict[int, float] = field(default_factory=dict)
     messages: dict[int, Message] = field(default_factory=dict)
-    done: threading.Event = field(default_factory=threading.Event)
+    done: Done = field(default_factory=Done)
     error: ZipcclError | None = None
     decision: Decision | None = None
     device: str = ""

@@ -22,6 +22,7 @@ from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
 from .probe import probe
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
+from .repeat import Key, Known, Memory, key_of
 from .straight import go_straight
 
 LEAST_MEETING_S = 10.0
@@ -76,11 +77,12 @@ class Communicator:
         self._exchange = Exchange(board, self._rank, self._size, policy)
         self._channels = Channels(self._exchange)
         self._closed = False
+        self._memory = Memory()
         if has_nccl(group):
             device = torch.device("cuda", torch.cuda.current_device())
             self._exchange.pipelines["cuda"] = pipeline_on_cuda(self._exchange, group, device)
             if policy.compress == "auto" and self._size > 1:
-                probe(self._exchange, self._probed, device)
+                probe(self._exchange, self._probed, self._memory.clear, device)
 
     # Collectives
 
@@ -118,16 +120,31 @@ class Communicator:
             slots = [flat_out.narrow(0, r * n, n) for r in range(self._size)]
             in_place = input_tensor.is_contiguous() and input_tensor.data_ptr() == slots[self._rank].data_ptr()
             flat_in = input_tensor.detach().reshape(-1) if in_place else _flat_input(input_tensor, output_tensor)
+            in_place_at = self._rank * _bytes(input_tensor)
+            self._memory.note(key, _known(output_tensor, input_tensor, build_alike, in_place_at))
             return [self._gathering(flat_in, slots, n, finish)]
 
+        def build_alike(output: torch.Tensor, input: torch.Tensor) -> list[Call]:
+            n = input.numel()
+
+            def lay_out(call: Call) -> None:
+                call.sends = [input.view(-1)] * self._size
+                call.receives = list(torch.split(output.view(-1), n))
+
+            return [Call(dtype=input.dtype, total_words=n, same_for_all=True, lay_out=lay_out)]
+
+        key = key_of("all_gather_into_tensor", output_tensor, input_tensor)
+        if (known := self._memory.find(key)) is not None and self._repeats(known, output_tensor, input_tensor):
+            return self._repeat("all_gather_into_tensor", known, output_tensor, input_tensor, async_op)
         if (group := self._straight("gather", input_tensor)) is not None:
             return self._go_straight(
                 "all_gather_into_tensor",
                 output_tensor,
                 input_tensor,
-                lambda out, into: straight.gather(group, out, into),
+                lambda out, into, is_async: straight.gather(group, out, into, is_async),
                 self._size - 1,
                 async_op,
+                key,
             )
         return self._issue("all_gather_into_tensor", build, async_op)
 
@@ -165,17 +182,32 @@ class Communicator:
             flat_in = _flat_input(input, output)
             flat_out, finish = _flat_output(output)
             shards = [flat_in.narrow(0, r * n, n) for r in range(self._size)]
-            return [self._reduction(spec, shards, flat_in, flat_out, finish)]
+            call = self._reduction(spec, shards, flat_in, flat_out, finish)
+            if not call.native_reason:
+                self._memory.note(key, _known(output, input, build_alike))
+            return [call]
 
+        def build_alike(output: torch.Tensor, input: torch.Tensor) -> list[Call]:
+            def lay_out(call: Call) -> None:
+                flat_out = output.view(-1)
+                call.sends = list(torch.split(input.view(-1), output.numel()))
+                call.receives, call.target = [flat_out] * self._size, flat_out
+
+            return [Call(dtype=input.dtype, total_words=input.numel(), spec=reduce_spec(op), lay_out=lay_out)]
+
+        key = key_of("reduce_scatter_tensor", output, input, _hashable(op))
+        if (known := self._memory.find(key)) is not None and self._repeats(known, output, input):
+            return self._repeat("reduce_scatter_tensor", known, output, input, async_op)
         if (found := self._straight_reduction(output, 1, op)) is not None:
             group, spec = found
             return self._go_straight(
                 "reduce_scatter_tensor",
                 output,
                 input,
-                lambda out, into: straight.reduce_scatter(group, out, into, spec),
+                lambda out, into, is_async: straight.reduce_scatter(group, out, into, spec, is_async),
                 self._size - 1,
                 async_op,
+                key,
             )
         return self._issue("reduce_scatter_tensor", build, async_op)
 
@@ -213,17 +245,29 @@ class Communicator:
                     f"this rank's part for itself has {sends[self._rank].numel()} elements in the input "
                     f"and {receives[self._rank].numel()} in the output"
                 )
+            self._memory.note(key, _known(output, input, build_alike))
             return [Call(dtype=flat_in.dtype, sends=sends, receives=receives, finish=finish)]
 
+        def build_alike(output: torch.Tensor, input: torch.Tensor) -> list[Call]:
+            def lay_out(call: Call) -> None:
+                n = input.numel() // self._size
+                call.sends, call.receives = list(torch.split(input.view(-1), n)), list(torch.split(output.view(-1), n))
+
+            return [Call(dtype=input.dtype, lay_out=lay_out)]
+
         equal = not input_split_sizes and not output_split_sizes
+        key = key_of("all_to_all_single", output, input) if equal else None
+        if (known := self._memory.find(key)) is not None and self._repeats(known, output, input):
+            return self._repeat("all_to_all_single", known, output, input, async_op)
         if equal and (group := self._straight("all_to_all", input, self._size)) is not None:
             return self._go_straight(
                 "all_to_all_single",
                 output,
                 input,
-                lambda out, into: straight.exchange_parts(group, out, into),
+                lambda out, into, is_async: straight.exchange_parts(group, out, into, is_async),
                 (self._size - 1) / self._size,
                 async_op,
+                key,
             )
         return self._issue("all_to_all_single", build, async_op)
 
@@ -284,18 +328,39 @@ class Communicator:
                 native.native = lambda group, timeout: all_reduce_native(group, flat, spec, timeout)
                 return [native]
             mine = shards[self._rank]
+            self._memory.note(key, _known(tensor, tensor, build_alike, 0))
             reduction = self._reduction(spec, shards, flat, mine)
             return [reduction, self._gathering(mine, shards, n, finish)]
 
+        def build_alike(tensor: torch.Tensor, same: torch.Tensor) -> list[Call]:
+            n = tensor.numel()
+            width = -(-n // self._size)
+
+            def lay_out(reduction: Call) -> None:
+                flat = tensor.view(-1)
+                shards = [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(self._size)]
+                mine = shards[self._rank]
+                reduction.sends, gathering.receives = shards, shards
+                reduction.receives, reduction.target = [mine] * self._size, mine
+                gathering.sends = [mine] * self._size
+
+            reduction = Call(dtype=tensor.dtype, total_words=n, spec=reduce_spec(op), lay_out=lay_out)
+            gathering = Call(dtype=tensor.dtype, total_words=n, same_for_all=True)
+            return [reduction, gathering]
+
+        key = key_of("all_reduce", tensor, tensor, _hashable(op))
+        if (known := self._memory.find(key)) is not None and self._repeats(known, tensor, tensor):
+            return self._repeat("all_reduce", known, tensor, tensor, async_op)
         if (found := self._straight_reduction(tensor, self._size, op)) is not None:
             group, spec = found
             return self._go_straight(
                 "all_reduce",
                 tensor,
                 tensor,
-                lambda out, into: straight.all_reduce(group, out, spec),
+                lambda out, into, is_async: straight.all_reduce(group, out, spec, is_async),
                 2 * (self._size - 1) / self._size,
                 async_op,
+                key,
             )
         return self._issue("all_reduce", build, async_op)
 
@@ -329,7 +394,12 @@ class Communicator:
             root = self._root("src", src, group_src)
             others = self._size - 1 if self._rank == root else 0
             return self._go_straight(
-                "broadcast", tensor, tensor, lambda out, into: straight.broadcast(group, out, root), others, async_op
+                "broadcast",
+                tensor,
+                tensor,
+                lambda out, into, is_async: straight.broadcast(group, out, root, is_async),
+                others,
+                async_op,
             )
         return self._issue("broadcast", build, async_op)
 
@@ -597,9 +667,13 @@ class Communicator:
             invalid = InvalidArgument(f"{operation}: {exc} (on rank {self._rank} of {self._size})")
             self._exchange.submit(Call(operation, invalid=invalid)).wait()
             raise invalid from exc  # not reached: the verdict holds an error, this one or a lower rank's
+        first = calls[0]
+        device = (first.sends or first.receives)[0].device.type if first.sends or first.receives else ""
+        return self._hand_over(operation, device, calls)
+
+    def _hand_over(self, operation: str, device: str, calls: list[Call]) -> Work:
         for stage, call in enumerate(calls):
-            call.operation, call.stage = operation, stage
-            call.device = (call.sends or call.receives)[0].device.type if call.sends or call.receives else ""
+            call.operation, call.stage, call.device = operation, stage, device
         return self._exchange.submit(*calls)
 
     def _check_pair(self, output: torch.Tensor, input: torch.Tensor) -> None:
@@ -651,19 +725,53 @@ class Communicator:
         pipeline = pipelines.get(tensor.device.type)
         return None if pipeline is None or not pipeline.link.straight else pipeline.link.group()
 
+    def _repeats(self, known: Known, output: torch.Tensor, input: torch.Tensor) -> bool:
+        """Whether all that may have changed since a call of the same key is as it was."""
+        exchange = self._exchange
+        if self._closed or exchange.broken is not None or not known.fits(output, input):
+            return False
+        pipeline = exchange.pipelines.get(output.device.type)
+        if pipeline is None:  # the host's calls are told of as they are issued, and need their tensors laid out
+            return False
+        pipeline.device.check(output.device)
+        last = exchange.last_call
+        return known.start is None or last is None or last.done.is_set()
+
+    def _repeat(
+        self, operation: str, known: Known, output: torch.Tensor, input: torch.Tensor, async_op: bool
+    ) -> Work | None:
+        """Make a call like an earlier one, without looking at its tensors."""
+        _check_async_op(async_op)
+        if known.build is not None:
+            work: Any = self._hand_over(operation, output.device.type, known.build(output, input))
+        else:
+            assert known.start is not None
+            try:
+                work = known.start(output, input, async_op)
+            except Exception as exc:
+                raise straight.refusal(self._exchange, operation, exc) from exc
+            self._exchange.count_native(operation, known.sent_bytes, known.decision)
+        if async_op:
+            return cast("Work", work)
+        work.wait()
+        return None
+
     def _go_straight(
         self,
         operation: str,
         output: torch.Tensor,
         input: torch.Tensor,
-        start: Callable[[torch.Tensor, torch.Tensor], Any],
+        start: Callable[[torch.Tensor, torch.Tensor, bool], Any],
         times: float,
         async_op: bool,
+        key: Key | None = None,
     ) -> Work | None:
         """Start a call of the backend on flat tensors; what this rank sends is `times` as much as the smaller of both.
 
         Args:
             output, input: the same tensor for what is done in place.
+            start: (output, input, async_op) → the backend's Work.
+            key: what to remember it by.
         """
         _check_async_op(async_op)
         self._check_pair(output, input)
@@ -678,10 +786,17 @@ class Communicator:
         else:
             flat_in = input.detach().view(-1)
         words = int(min(flat_in.numel(), flat_out.numel()) * times)
-        call = Call(operation, device=output.device.type, finish=finish, straight=lambda: start(flat_out, flat_in))
+        call = Call(operation, device=output.device.type, finish=finish)
         reason = explain_straight(self._policy, dtype_text(output.dtype))
         sent_bytes = words * output.element_size()
-        return cast("Work | None", go_straight(self._exchange, call, async_op, is_strided, words, sent_bytes, reason))
+        call.straight = lambda: start(flat_out, flat_in, True)
+        work = go_straight(self._exchange, call, async_op, is_strided, words, sent_bytes, reason)
+        if key is not None and output.dim() == 1 and output.numel():
+            decision = Decision("native", reason, operation, -1)
+            in_place_at = 0 if output is input else None
+            known = Known(_bytes(output), _bytes(input), in_place_at, start, None, sent_bytes, decision)
+            self._memory.note(key, known)
+        return cast("Work | None", work)
 
     def _probed(self, kind: str, out: torch.Tensor, words: torch.Tensor) -> Any:
         """A call of a kind, for `probe`."""
@@ -815,6 +930,27 @@ class Communicator:
 
         call.finish = reduce_and_finish
         return call
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _known(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    build: Callable[[torch.Tensor, torch.Tensor], list[Call]],
+    in_place_at: int | None = None,
+) -> Known | None:
+    """What to remember of a coded call, whose arguments were right; None if nothing."""
+    if input.numel() == 0:
+        return None
+    return Known(_bytes(output), _bytes(input), in_place_at, build=build)
+
+
+def _hashable(op: Any) -> Any:
+    """What to remember a ReduceOp by: itself, but that one with a factor is another each time."""
+    return op if type(op) is dist.ReduceOp.RedOpType else object()
 
 
 def _check_async_op(async_op: object) -> None:

@@ -262,8 +262,8 @@ def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch
     link: Link
     if has_nccl(group):  # then all ranks are here at once, and must know before they connect that none is missing
         made = _made_on_all_ranks(exchange, device)
-        timeout_s = exchange.policy.timeout_s
-        link = NcclLink(exchange.board, exchange.rank, exchange.size, device, timeout_s, lambda: made.lane.handle)
+        timeout_s, board = exchange.policy.timeout_s, exchange.board
+        link = NcclLink(board, exchange.rank, exchange.size, made, device, timeout_s, lambda: made.lane.handle)
     else:
         made = CudaDevice(device)
 

@@ -198,6 +198,9 @@ class Exchange:
         That spares the caller the time; and as peers take records in the order in which they come, one thread tells of
         all calls, also of those that are not on the device.
         """
+        if call.lay_out is not None:
+            call.lay_out(call)
+            call.lay_out = None
         call.told = True
         for peer in self.peers:
             try:
@@ -266,7 +269,7 @@ class Exchange:
                 self._free_s = time.monotonic()
                 call.finish = nothing  # let go of the caller's tensors
                 call.sends, call.receives, call.messages, call.native, call.before = [], [], {}, None, None
-                call.target = call.issued = call.straight = None
+                call.target = call.issued = call.straight = call.lay_out = None
                 call.done.set()
                 del call
         for pipeline in list(self.pipelines.values()):
@@ -853,6 +856,14 @@ class Exchange:
             self.stats.clear()
             self.last_decision, self.last_arrivals = None, []
             self.arrived_last.clear()
+
+    def count_native(self, operation: str, sent_bytes: int, decision: Decision | None) -> None:
+        """Enter a call that went straight to the backend into the books; from any thread."""
+        with self._books_lock:
+            books = self.stats.setdefault(operation, Counter())
+            for key, by in (("calls", 1), ("native", 1), ("raw_bytes", sent_bytes), ("sent_bytes", sent_bytes)):
+                books[key] += by
+            self.last_decision = decision
 
     def count(
         self,

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .board import Board
-from .device import Device, HostCopy
+from .device import Device, Event, HostCopy
 from .transport import Transport
 
 NCCL_GRACE_S = 60.0
@@ -32,9 +32,7 @@ class Posted(Protocol):
     """Pieces under way."""
 
     def arrive(self, deadline: float) -> None:
-        """The stream in use, that of the post, goes on when all pieces have come and gone; the host may have to wait.
-        May be repeated.
-        """
+        """The stream in use goes on when all pieces have come and gone; the host may have to wait. May be repeated."""
 
 
 class Link(Protocol):
@@ -72,14 +70,21 @@ class NcclLink:
     Args:
         board: where the ranks find each other.
         rank, size: in the group.
-        device: of this rank; no two ranks may share it.
-        stream: gives the handle of the stream in use.
+        device, index: of this rank; no two ranks may share it.
+        stream: gives the handle of the device's stream in use.
     """
 
     straight = True
 
     def __init__(
-        self, board: Board, rank: int, size: int, device: torch.device, timeout_s: float, stream: Callable[[], int]
+        self,
+        board: Board,
+        rank: int,
+        size: int,
+        device: Device,
+        index: torch.device,
+        timeout_s: float,
+        stream: Callable[[], int],
     ) -> None:
         options = dist.ProcessGroupNCCL.Options()
         # Only what this layer has lost track of may run into NCCL's own limit, which ends the process.
@@ -90,9 +95,9 @@ class NcclLink:
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._backend)
         # All ranks must connect at once, and in the first post that could not be said: some may have nothing to send.
-        self._backend.eager_connect_single_device(device)
+        self._backend.eager_connect_single_device(index)
         self._nccl, self._communicator = _Nccl(), ctypes.c_void_p(self._backend._comm_ptr())  # type: ignore[attr-defined]
-        self._stream = stream
+        self._device, self._stream = device, stream
         self._aborted = False
         self._lock = threading.Lock()
 
@@ -103,13 +108,13 @@ class NcclLink:
             if self._aborted:
                 raise dist.DistBackendError("the connections of this Communicator are closed")
             self._nccl.exchange(self._communicator, sends, receives, self._stream())
-        return _Nothing()
+        return _Ordered(self._device, self._device.mark())
 
     def group(self) -> Any:
         return self._group
 
     def begin(self, start: Callable[[], Any]) -> Posted:
-        return _Ordered(start())
+        return _Begun(start())
 
     def abort(self) -> None:
         if self._end():
@@ -167,6 +172,16 @@ class _Nothing:
 
 
 class _Ordered:
+    """What is over where an event is."""
+
+    def __init__(self, device: Device, event: Event) -> None:
+        self._device, self._event = device, event
+
+    def arrive(self, deadline: float) -> None:
+        self._device.after(self._event)
+
+
+class _Begun:
     """A Work whose wait() orders streams and does not hold up the host."""
 
     def __init__(self, work: Any) -> None:

@@ -191,7 +191,7 @@ class Pipeline:
             self.device.after(call.issued)
             with self.device.framework():
                 posted = self.link.begin(start)
-            self._arrive(call, posted, deadline)
+                self._arrive(call, posted, deadline)
             if call.finish is not nothing:
                 self.device.run(call.finish)
             call.finished, call.on = self.device.mark(), self.device
@@ -222,7 +222,7 @@ class Pipeline:
         verdicts: dict[int, _Verdict] = {}
         early = call.alike and heard.refused is None and call.native is None
         if early:
-            finished = self._decode(call, incoming, arrivals, verdicts, None, deadline)
+            finished = self._decode(call, incoming, arrivals, verdicts, None, encoded, deadline)
         if call.alike:
             error = self._agree_on_sizes(call, heard.refused, outgoing, incoming, headers, deadline)
         else:  # a rank that has nothing to do with this device tells its verdict instead, and hears ours
@@ -233,9 +233,9 @@ class Pipeline:
             self._drain(call, arrivals, deadline)
             return error
         if self._phase_two(call, sends, receives, arrivals, deadline):
-            finished = self._decode(call, incoming, arrivals, verdicts, _overflowed(incoming), deadline)
+            finished = self._decode(call, incoming, arrivals, verdicts, _overflowed(incoming), encoded, deadline)
         elif not early:
-            finished = self._decode(call, incoming, arrivals, verdicts, None, deadline)
+            finished = self._decode(call, incoming, arrivals, verdicts, None, encoded, deadline)
         call.finished, call.on = finished, self.device
         control_sends, call.control_sends = call.control_sends, []
         found = list(verdicts.values())
@@ -483,11 +483,13 @@ class Pipeline:
         arrivals: list[Posted],
         verdicts: dict[int, _Verdict],
         late: set[int] | None,
+        encoded: list[Event],
         deadline: float,
     ) -> Event:
         """Decode, or sum, chunk after chunk as they arrive; the event after which all is done.
 
         Args:
+            encoded: of each chunk that goes, or of the beginning if there is none.
             verdicts: of each chunk, to be filled.
             late: the chunks that were too long, once all has been posted; None at first: then all chunks.
         """
@@ -496,12 +498,9 @@ class Pipeline:
 
         def arrive(until: int) -> None:
             nonlocal arrived
-            with device.on("move"):
-                while arrived < until:
-                    self._arrive(call, arrivals[arrived], deadline)
-                    arrived += 1
-                come = device.mark()
-            device.after(come)
+            while arrived < until:
+                self._arrive(call, arrivals[arrived], deadline)
+                arrived += 1
 
         with device.on("decode"), phase_range(call, "decode"):
             if call.issued is not None:
@@ -512,6 +511,7 @@ class Pipeline:
             elif call.sends and call.native is None and call.target is None:
                 mine, own = call.sends[rank], call.receives[rank]
                 if own.numel() and own.data_ptr() != mine.data_ptr():
+                    device.after(encoded[-1])  # it fills the device, and is in no hurry
                     device.copy(own, mine)
             make = self._decode_chunk if call.target is None else self._reduce_chunk
             count = max((len(m.chunks) for m in incoming.values()), default=0)

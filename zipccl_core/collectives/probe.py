@@ -18,7 +18,12 @@ SIGMA = 0.02
 KINDS = ("gather", "all_to_all", "reduce")
 
 
-def probe(exchange: Exchange, calls: Callable[[str, torch.Tensor, torch.Tensor], Any], device: torch.device) -> None:
+def probe(
+    exchange: Exchange,
+    calls: Callable[[str, torch.Tensor, torch.Tensor], Any],
+    forget: Callable[[], None],
+    device: torch.device,
+) -> None:
     """Time calls of each kind, coded and not, until coding pays, and set the exchange's thresholds alike on all ranks.
 
     Collective. Takes room for (ranks + 1) messages of the largest size probed, and lets it go.
@@ -26,6 +31,7 @@ def probe(exchange: Exchange, calls: Callable[[str, torch.Tensor, torch.Tensor],
     Args:
         calls: (kind, out, words) → the Work of a call of that kind; out has ranks times the words of a message, and
             words the room for what the kind takes.
+        forget: called when the same calls go another way from now on.
         device: where.
     """
     for kind in KINDS:
@@ -37,6 +43,7 @@ def probe(exchange: Exchange, calls: Callable[[str, torch.Tensor, torch.Tensor],
             mine = []
             for threshold in (NEVER_BYTES, 0):
                 exchange.thresholds[kind] = threshold
+                forget()
                 rounds = [_time_us(exchange, lambda: calls(kind, out, words), device) for _ in range(ROUNDS + 1)]  # noqa: B023
                 mine.append(statistics.median(rounds[1:]))
             shared = exchange.board.share(f"probe/{kind}/{n_bytes}", mine, exchange.policy.timeout_s)
@@ -46,6 +53,7 @@ def probe(exchange: Exchange, calls: Callable[[str, torch.Tensor, torch.Tensor],
         exchange.thresholds[kind] = max(threshold_bytes(times), exchange.policy.min_bytes)
     exchange.submit(Call("barrier")).wait()  # nothing is under way after it
     exchange.forget()
+    forget()
     for pipeline in exchange.pipelines.values():
         pipeline.pool.close()
 

@@ -6,6 +6,7 @@ is exchanged about them: they have the backend's guarantees only, and cost what 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -68,40 +69,80 @@ def _guarded(exchange: Exchange, operation: str, start: Callable[[], Any]) -> An
     """What start gives, or an error of ours."""
     try:
         return start()
-    except (ZipcclError, torch.cuda.OutOfMemoryError):
-        raise
-    except dist.DistError as exc:  # of the connections, which nobody can use any more
-        raise exchange.transport_failed(operation, exc, exchange.peers) from exc
-    except (RuntimeError, ValueError, TypeError) as exc:
-        raise InvalidArgument(f"{operation}: the backend refuses it: {exc} (on rank {exchange.rank})") from exc
+    except Exception as exc:
+        raise refusal(exchange, operation, exc) from exc
 
 
-def gather(group: Any, output: Tensor, input: Tensor) -> Any:
-    """Start the backend's all-gather of flat tensors, as bytes: backends lack dtypes."""
-    return group._allgather_base(raw_view(output), raw_view(input), AllgatherOptions())
+def refusal(exchange: Exchange, operation: str, exc: Exception) -> Exception:
+    """What to raise when the backend has raised this instead of starting a call."""
+    if isinstance(exc, (ZipcclError, torch.cuda.OutOfMemoryError)):
+        return exc
+    if isinstance(exc, dist.DistError):  # of the connections, which nobody can use any more
+        return exchange.transport_failed(operation, exc, exchange.peers)
+    if isinstance(exc, (RuntimeError, ValueError, TypeError)):
+        return InvalidArgument(f"{operation}: the backend refuses it: {exc} (on rank {exchange.rank})")
+    return exc
 
 
-def exchange_parts(group: Any, output: Tensor, input: Tensor) -> Any:
-    """Start the backend's all-to-all of equal parts of flat tensors, as bytes."""
-    return group.alltoall_base(raw_view(output), raw_view(input), [], [], dist.AllToAllOptions())
+@functools.cache
+def _options(kind: Any, async_op: bool) -> Any:
+    """torch's options; without asyncOp the backend works on the caller's stream, and spares two events."""
+    made = kind()
+    if hasattr(made, "asyncOp"):
+        made.asyncOp = async_op
+    return made
 
 
-def broadcast(group: Any, tensor: Tensor, root: int) -> Any:
-    """Start the backend's broadcast of a flat tensor, as bytes."""
+def gather(group: Any, output: Tensor, input: Tensor, async_op: bool) -> Any:
+    """Start the backend's all-gather of contiguous tensors."""
+    return group._allgather_base(_known(output), _known(input), _options(AllgatherOptions, async_op))
+
+
+def exchange_parts(group: Any, output: Tensor, input: Tensor, async_op: bool) -> Any:
+    """Start the backend's all-to-all of equal parts of flat tensors."""
+    return group.alltoall_base(_known(output), _known(input), [], [], _options(dist.AllToAllOptions, async_op))
+
+
+def broadcast(group: Any, tensor: Tensor, root: int, async_op: bool) -> Any:
+    """Start the backend's broadcast of a contiguous tensor."""
     options = dist.BroadcastOptions()
     options.rootRank, options.rootTensor = root, 0
-    return group.broadcast([raw_view(tensor)], options)
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = async_op
+    return group.broadcast([_known(tensor)], options)
 
 
-def reduce_scatter(group: Any, output: Tensor, input: Tensor, spec: ReduceSpec) -> Any:
-    """Start the backend's own reduce-scatter of flat tensors."""
+def reduce_scatter(group: Any, output: Tensor, input: Tensor, spec: ReduceSpec, async_op: bool) -> Any:
+    """Start the backend's own reduce-scatter of contiguous tensors."""
     options = dist.ReduceScatterOptions()
     options.reduceOp = spec.torch_op
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = async_op
     return group._reduce_scatter_base(output, input, options)
 
 
-def all_reduce(group: Any, tensor: Tensor, spec: ReduceSpec) -> Any:
+def all_reduce(group: Any, tensor: Tensor, spec: ReduceSpec, async_op: bool) -> Any:
     """Start the backend's own all-reduce in place."""
     options = dist.AllreduceOptions()
     options.reduceOp = spec.torch_op
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = async_op
     return group.allreduce([tensor], options)
+
+
+_KNOWN = {
+    torch.bfloat16,
+    torch.float32,
+    torch.float16,
+    torch.float64,
+    torch.uint8,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+}
+"""What every backend knows."""
+
+
+def _known(tensor: Tensor) -> Tensor:
+    """As bytes, if it is of a dtype that a backend may lack."""
+    return tensor if tensor.dtype in _KNOWN else raw_view(tensor)

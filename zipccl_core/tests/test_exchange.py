@@ -21,6 +21,7 @@ from zipccl_core.collectives import message as message_module
 from zipccl_core.collectives.board import Board
 from zipccl_core.collectives.exchange import Exchange, facts
 from zipccl_core.collectives.point_to_point import Channels
+from zipccl_core.collectives.repeat import Memory
 from zipccl_core.collectives.seam import PHASES
 from zipccl_core.collectives.wire import Envelope
 from zipccl_core.errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
@@ -49,6 +50,7 @@ class Ranks:
         comm._group = None
         comm._exchange = Exchange(board, rank, self.n, policy)
         comm._channels = Channels(comm._exchange)
+        comm._memory = Memory()
         return comm
 
     def each(self, action: Callable[[int], Any]) -> list[Any]:

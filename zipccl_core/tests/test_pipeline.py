@@ -685,7 +685,7 @@ def test_the_probe_finds_one_threshold_on_all_ranks(make: Any, monkeypatch: pyte
 
     def run(rank: int) -> dict[str, int]:
         comm = ranks.comms[rank]
-        probe_module.probe(comm._exchange, comm._probed, torch.device("cpu"))
+        probe_module.probe(comm._exchange, comm._probed, comm._memory.clear, torch.device("cpu"))
         return dict(comm._exchange.thresholds)
 
     found = ranks.each(run)
@@ -994,7 +994,11 @@ def test_the_probe_leaves_nothing_behind(make: Any, monkeypatch: pytest.MonkeyPa
     ranks = make(2, Policy(compress="auto", min_bytes=1 << 20, timeout_s=20.0), link="straight")
     monkeypatch.setattr(probe_module, "PROBED_BYTES", (1 << 20,))
     monkeypatch.setattr(probe_module, "ROUNDS", 1)
-    ranks.each(lambda r: probe_module.probe(ranks.comms[r]._exchange, ranks.comms[r]._probed, torch.device("cpu")))
+    ranks.each(
+        lambda r: probe_module.probe(
+            ranks.comms[r]._exchange, ranks.comms[r]._probed, ranks.comms[r]._memory.clear, torch.device("cpu")
+        )
+    )
     for comm in ranks.comms:
         assert comm.last_decision is None
         assert comm.last_arrivals == []
