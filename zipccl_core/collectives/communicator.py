@@ -653,13 +653,13 @@ class Communicator:
             _check_async_op(async_op)
             return build()
 
-        work = self._submit(operation, checked)
+        work = self._submit(operation, checked, here=not async_op)
         if async_op:
             return work
         work.wait()
         return None
 
-    def _submit(self, operation: str, build: Callable[[], list[Call]]) -> Work:
+    def _submit(self, operation: str, build: Callable[[], list[Call]], here: bool = False) -> Work:
         try:
             calls = build()
         except Exception as exc:  # InvalidArgument, or torch's own dislike of an argument
@@ -669,12 +669,12 @@ class Communicator:
             raise invalid from exc  # not reached: the verdict holds an error, this one or a lower rank's
         first = calls[0]
         device = (first.sends or first.receives)[0].device.type if first.sends or first.receives else ""
-        return self._hand_over(operation, device, calls)
+        return self._hand_over(operation, device, calls, here)
 
-    def _hand_over(self, operation: str, device: str, calls: list[Call]) -> Work:
+    def _hand_over(self, operation: str, device: str, calls: list[Call], here: bool) -> Work:
         for stage, call in enumerate(calls):
             call.operation, call.stage, call.device = operation, stage, device
-        return self._exchange.submit(*calls)
+        return self._exchange.submit(*calls, here=here)
 
     def _check_pair(self, output: torch.Tensor, input: torch.Tensor) -> None:
         for name, tensor in (("output", output), ("input", input)):
@@ -743,7 +743,7 @@ class Communicator:
         """Make a call like an earlier one, without looking at its tensors."""
         _check_async_op(async_op)
         if known.build is not None:
-            work: Any = self._hand_over(operation, output.device.type, known.build(output, input))
+            work: Any = self._hand_over(operation, output.device.type, known.build(output, input), not async_op)
         else:
             assert known.start is not None
             try:

@@ -27,16 +27,24 @@ from .link import GlooLink, Link, NcclLink
 from .pipeline import Pipeline
 
 _T = TypeVar("_T")
-_thread = threading.local()
 _THREAD_LOCAL_MODE = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _CODEBOOK_AT = {"fitted": 0, "gaussian": 8}
 
 
-def _keep_out_of_captures() -> None:
-    """This thread's queries and allocations are no error of a graph that another thread captures meanwhile."""
-    with contextlib.suppress(OSError, AttributeError):
-        driver = ctypes.CDLL("libcuda.so.1")
-        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL_MODE)))
+class _CaptureMode:
+    """Of the calling thread: in thread-local mode its queries and allocations are no error of a graph that another
+    thread captures meanwhile."""
+
+    def __init__(self) -> None:
+        self._exchange: Callable[[Any], object] = lambda mode: None
+        with contextlib.suppress(OSError, AttributeError):
+            self._exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+
+    def exchange(self, mode: int) -> int:
+        """Set it; what it was."""
+        number = ctypes.c_int(mode)
+        self._exchange(ctypes.byref(number))
+        return number.value
 
 
 class _Copy:
@@ -53,23 +61,25 @@ class _Copy:
 
 
 class _Attached:
-    """The calling thread works for a device: torch's current one, and the context that launches need."""
+    """The calling thread works for a device, and afterwards for what it worked before."""
 
     def __init__(self, device: torch.device, context: Any) -> None:
-        self._device, self._context = device, context
+        self._index, self._context, self._mode = device.index, context, _CaptureMode()
+        self._before = threading.local()
 
     def __enter__(self) -> None:
-        if not getattr(_thread, "queries_in_peace", False):
-            _thread.queries_in_peace = True
-            _keep_out_of_captures()
         # Else a thread is on device 0, and its first query of an event makes a context there.
-        if getattr(_thread, "device", None) != self._device:
-            torch.cuda.set_device(self._device)
-            _thread.device = self._device
+        before = torch._C._cuda_getDevice()
+        if before != self._index:
+            torch._C._cuda_setDevice(self._index)
+        self._before.device, self._before.mode = before, self._mode.exchange(_THREAD_LOCAL_MODE)
         self._context.push()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._context.pop()
+        self._mode.exchange(self._before.mode)
+        if self._before.device != self._index:
+            torch._C._cuda_setDevice(self._before.device)
 
 
 class _Chosen(threading.local):

@@ -50,9 +50,12 @@ _GRACE_S = 1.0
 _NEWS_S = 0.2
 _SWEEP_S = 0.002
 _PATIENCE_S = 0.002  # what is less late is waited for: watching transfers costs a thread each
-_SPINS = 50
+_SPINS, _SPINS_A_LOOK = 48, 8
 _NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 EXIT_S = 5.0
+
+_WAKE = Call("wake")
+"""Stands in the queue of calls for no call, so that the progress thread looks at the devices again."""
 
 _Told = TypeVar("_Told", Sizes, Verdict)
 _Parsed = TypeVar("_Parsed")
@@ -156,6 +159,9 @@ class Exchange:
         self.arrived_last: Counter[int] = Counter()
         self._pending: ZipcclError | None = None
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+        self._handed = self._taken = 0  # calls put there, and those of them that are over
+        self._baton = threading.Lock()  # who has it executes a call, or looks after a device
+        self._dozing = False  # the progress thread looks at no device until it is given something
         self._ahead: deque[Call | None] = deque()  # taken from there before their turn; of the progress thread
         self._stash: dict[int, dict[bytes, deque[Control]]] = {
             p: {CallRecord.MAGIC: deque(), Sizes.MAGIC: deque(), Verdict.MAGIC: deque()} for p in self.peers
@@ -171,15 +177,20 @@ class Exchange:
 
     # The caller's thread
 
-    def submit(self, *calls: Call) -> Work:
+    def submit(self, *calls: Call, here: bool = False) -> Work:
         """Number the calls of an operation, tell every peer of them, and hand them to the progress thread.
 
         They have one number, so that ranks which disagree on the operation still agree on the number of the next.
+
+        Args:
+            here: the caller waits for them at once. Those on a device it then carries through itself, if nothing is
+                before them: to wake another thread, and to be woken, takes longer than much of the rest.
         """
         with self._lock:
             self.check_open(calls[0].operation)
             number, self._sequence = self._sequence, self._sequence + 1
             pipeline = self.pipelines.get(calls[0].device)
+            here = here and pipeline is not None and self._handed == self._taken and self._baton.acquire(blocking=False)
             for before, call in zip((None, *calls), calls, strict=False):
                 call.sequence, call.before = number, before
                 if pipeline is not None:
@@ -188,9 +199,23 @@ class Exchange:
                 call.arrivals_s[self.rank] = time.monotonic()
                 if not self.pipelines:
                     self.send_records(call)
-                self._calls.put(call)
+                if not here:
+                    self._hand_over(call)
                 self.last_call = call
+        if here:
+            assert pipeline is not None
+            try:
+                for call in calls:
+                    self._carry_through(call, interruptible=True)
+            finally:
+                self._baton.release()
+            if self._dozing and pipeline.busy:
+                self._calls.put(_WAKE)
         return Work(calls)
+
+    def _hand_over(self, call: Call) -> None:
+        self._handed += 1
+        self._calls.put(call)
 
     def send_records(self, call: Call) -> None:
         """Tell every peer of a call, once. A Communicator with a device tells on its progress thread.
@@ -215,7 +240,7 @@ class Exchange:
         with self._lock:
             self.check_open(call.operation)
             call.issued = self.pipelines[call.device].device.now()
-            self._calls.put(call)
+            self._hand_over(call)
             self.last_call = call
         return Work([call])
 
@@ -250,58 +275,89 @@ class Exchange:
     def _run(self) -> None:
         torch.set_flush_denormal(False)  # the mode is inherited from the thread that made this one
         while (call := self._next()) is not None:
-            failed = True
-            try:
-                self._execute(call)
-                failed = False
-            except ZipcclError as exc:
-                call.error = again(exc)  # without the traceback, which holds on to the buffers
-            except Disconnected as exc:  # a peer may be gone before anything was posted to it
-                call.error = again(self.transport_failed(title(call), exc, [exc.peer]))
-            except BaseException as exc:  # a waiter must never be left hanging, whatever went wrong here
-                call.error = self.give_up(
-                    PeerError(f"rank {self.rank} failed in {title(call)}: {type(exc).__name__}: {exc}"), exc
-                )
-            finally:
-                if failed and call.error is None:  # giving up failed as well
-                    call.error = self.broken or PeerError(f"rank {self.rank} failed in {title(call)}")
-                call.control_sends, call.send_failure = [], None
-                self._free_s = time.monotonic()
-                call.finish = nothing  # let go of the caller's tensors
-                call.sends, call.receives, call.messages, call.native, call.before = [], [], {}, None, None
-                call.target = call.issued = call.straight = call.lay_out = None
-                call.done.set()
-                del call
-        for pipeline in list(self.pipelines.values()):
-            try:
-                pipeline.close()
-            except Exception:  # the peers must hear of the end, whatever becomes of the device
-                log.exception("rank %d: closing what is on a device", self.rank)
+            with self._baton:
+                self._carry_through(call)
+            self._taken += 1
+            del call
+        with self._baton:
+            for pipeline in list(self.pipelines.values()):
+                try:
+                    pipeline.close()
+                except Exception:  # the peers must hear of the end, whatever becomes of the device
+                    log.exception("rank %d: closing what is on a device", self.rank)
         self.leaving = True
         self.transport.close()
+
+    def _carry_through(self, call: Call, interruptible: bool = False) -> None:
+        """Execute a call, and let go of what it needed; whoever has the baton.
+
+        Args:
+            interruptible: by what is no Exception, which then is raised once the peers know.
+        """
+        failed = True
+        try:
+            self._execute(call)
+            failed = False
+        except ZipcclError as exc:
+            call.error = again(exc)  # without the traceback, which holds on to the buffers
+        except Disconnected as exc:  # a peer may be gone before anything was posted to it
+            call.error = again(self.transport_failed(title(call), exc, [exc.peer]))
+        except BaseException as exc:  # a waiter must never be left hanging, whatever went wrong here
+            call.error = self.give_up(
+                PeerError(f"rank {self.rank} failed in {title(call)}: {type(exc).__name__}: {exc}"), exc
+            )
+            if interruptible and not isinstance(exc, Exception):
+                raise
+        finally:
+            if failed and call.error is None:  # giving up failed as well
+                call.error = self.broken or PeerError(f"rank {self.rank} failed in {title(call)}")
+            call.control_sends, call.send_failure = [], None
+            self._free_s = time.monotonic()
+            call.finish = nothing  # let go of the caller's tensors
+            call.sends, call.receives, call.messages, call.native, call.before = [], [], {}, None, None
+            call.target = call.issued = call.straight = call.lay_out = None
+            call.done.set()
 
     def _next(self) -> Call | None:
         """The next call, None for the end; looks after what devices are busy with meanwhile."""
         while not self._ahead:
+            self._dozing = True  # said before it is looked: who makes a device busy after that wakes this thread
             busy = [p for p in list(self.pipelines.values()) if p.busy] if self.broken is None else []
+            self._dozing = not busy
             try:
-                return self._calls.get(timeout=_SWEEP_S if busy else None)
+                found = self._calls.get(timeout=_SWEEP_S if busy else None)
+                if found is not _WAKE:
+                    return found
             except queue.Empty:
-                try:
-                    for pipeline in busy:
-                        pipeline.sweep()
-                except BaseException as exc:  # the next call says so, or close(); this thread must go on for them
-                    if self.broken is None:
-                        text = f"rank {self.rank} failed in what a device still does: {type(exc).__name__}: {exc}"
-                        self.give_up(PeerError(text), exc)
-                    self.untold = self.broken
+                if self._baton.acquire(blocking=False):
+                    try:
+                        self._sweep(busy)
+                    finally:
+                        self._baton.release()
         return self._ahead.popleft()
 
+    def _sweep(self, busy: list[Pipeline]) -> None:
+        try:
+            for pipeline in busy:
+                pipeline.sweep()
+        except BaseException as exc:  # the next call says so, or close(); this thread must go on for them
+            if self.broken is None:
+                text = f"rank {self.rank} failed in what a device still does: {type(exc).__name__}: {exc}"
+                self.give_up(PeerError(text), exc)
+            self.untold = self.broken
+
     def tell_ahead(self) -> None:
-        """Tell of the calls that are queued: their records travel while this rank waits for what this call needs."""
+        """Tell of the calls that are queued: their records travel while this rank waits for what this call needs.
+
+        On the progress thread alone, which takes them from the queue.
+        """
+        if threading.current_thread() is not self._thread:
+            return
         with contextlib.suppress(queue.Empty):
             while True:
                 call = self._calls.get_nowait()
+                if call is _WAKE:
+                    continue
                 self._ahead.append(call)
                 if call is not None and call.straight is None and not call.told:
                     self.send_records(call)
@@ -659,7 +715,8 @@ class Exchange:
 
     def share_sizes(self, call: Call, mine: Callable[[int], Sizes], deadline: float) -> list[Sizes]:
         """Tell every peer what is for it, and hear the same; all that is known, in rank order, own included."""
-        known = {self.rank: Sizes.parse(mine(self.rank).pack())}  # as the peers read it
+        own = mine(self.rank)
+        known = {self.rank: own if own.error is None else Sizes.parse(own.pack())}  # as the peers read it
         for peer in self.peers:
             call.control_sends.append((peer, self.transport.send_control(mine(peer).pack(), peer)))
         self.tell_ahead()
@@ -751,7 +808,7 @@ class Exchange:
         for spin in itertools.count():
             if query():
                 return
-            if gone is None and (gone := self.lost_peer()) is not None:
+            if gone is None and spin % _SPINS_A_LOOK == 0 and (gone := self.lost_peer()) is not None:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)
             if time.monotonic() > deadline:
                 if gone is not None:

@@ -12,10 +12,9 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -114,13 +113,17 @@ class Transport:
     def send(self, group: str, data: bytes | torch.Tensor, peer: int, tag: int) -> Any:
         """Post bytes to a peer; a Work that keeps them alive. Disconnected if that cannot be, here or in its wait."""
         tensor = as_tensor(data) if isinstance(data, bytes) else data
-        with _with(peer):
+        try:
             return _Kept(self.group(group).send([tensor], peer, tag), tensor, peer)
+        except RuntimeError as exc:
+            _lost(peer, exc)
 
     def recv(self, group: str, buffer: torch.Tensor, peer: int, tag: int) -> Any:
         """Post a receive from a peer; a Work. Disconnected as for `send`."""
-        with _with(peer):
+        try:
             return _Kept(self.group(group).recv([buffer], peer, tag), buffer, peer)
+        except RuntimeError as exc:
+            _lost(peer, exc)
 
     def send_control(self, data: bytes, peer: int) -> Any:
         """Post a control message of CONTROL_BYTES."""
@@ -238,16 +241,14 @@ class _Kept:
     peer: int
 
     def wait(self, timeout: timedelta) -> None:
-        with _with(self.peer):
+        try:
             self.work.wait(timeout)
+        except RuntimeError as exc:
+            _lost(self.peer, exc)
 
 
-@contextlib.contextmanager
-def _with(peer: int) -> Iterator[None]:
+def _lost(peer: int, exc: RuntimeError) -> NoReturn:
     """Say whose connection is lost; a time that is out says nothing of the connection."""
-    try:
-        yield
-    except RuntimeError as exc:
-        if "imed out" in str(exc):
-            raise
-        raise Disconnected(peer, str(exc)) from exc
+    if "imed out" in str(exc):
+        raise exc
+    raise Disconnected(peer, str(exc)) from exc

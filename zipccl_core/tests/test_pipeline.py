@@ -452,10 +452,10 @@ def test_ranks_on_different_devices_are_told(make: Any) -> None:
     aside = pipelines[2].pop("cpu")
     submit = ranks.comms[2]._exchange.submit
 
-    def relabel(*calls: Any) -> Any:
+    def relabel(*calls: Any, here: bool = False) -> Any:
         for call in calls:
             call.device = "other"
-        return submit(*calls)
+        return submit(*calls, here=here)
 
     ranks.comms[2]._exchange.submit = relabel
     errors = gather(ranks, BLOCK_WORDS)
