@@ -753,7 +753,8 @@ class Communicator:
             self._exchange.count_native(operation, known.sent_bytes, known.decision)
         if async_op:
             return cast("Work", work)
-        work.wait()
+        if work is not None:  # torch gives none of what is in the caller's stream already
+            work.wait()
         return None
 
     def _go_straight(

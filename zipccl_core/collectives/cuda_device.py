@@ -163,6 +163,9 @@ class CudaDevice:
     def on(self, stream: str) -> _On:
         return self._on[stream]
 
+    def share(self, shares: bool) -> None:
+        self.lane.shares = shares
+
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self.lane.torch_stream)

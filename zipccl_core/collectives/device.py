@@ -62,6 +62,9 @@ class Device(Protocol):
     def on(self, stream: str) -> AbstractContextManager[None]:
         """Everything within goes to this stream of STREAMS."""
 
+    def share(self, shares: bool) -> None:
+        """Whether kernels of the stream in use leave room on the device, from now on, for what moves words meanwhile."""
+
     def mark(self) -> Event:
         """An event in the stream in use."""
 

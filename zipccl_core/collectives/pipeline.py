@@ -373,6 +373,7 @@ class Pipeline:
             codebooks = device.codebooks([m.flat for m in messages], self._exchange.policy.codebook)
             for index in range(max(len(m.chunks) for m in messages)):
                 batch = [i for i, m in enumerate(messages) if index < len(m.chunks)]
+                device.share(index > 0)  # with the chunk before, on its way
                 device.encode(
                     [messages[i].words(messages[i].chunks[index]) for i in batch],
                     [codebooks[i] for i in batch],
@@ -519,6 +520,7 @@ class Pipeline:
                 if late is None or index in late:
                     if incoming:
                         arrive(max(index + 1, arrived))
+                    device.share(index + 1 < count)  # with the next chunk, on its way
                     verdicts[index] = make(call, incoming, index)
                     self._kept.append(verdicts[index])
             if arrived < len(arrivals):

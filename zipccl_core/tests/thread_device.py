@@ -154,6 +154,9 @@ class ThreadDevice:
         finally:
             self._in_use.stream = before
 
+    def share(self, shares: bool) -> None:
+        pass
+
     def mark(self) -> Event:
         event = Event()
         self.stream.put(event.done.set)

@@ -186,7 +186,7 @@ def launch_decode(place: Place, table: Table, element_bytes: int, rows: int) -> 
     function, shared, most = place.device.persistent(
         f"decode_{NAMES[element_bytes]}_kernel", "decode", "DECODE", element_bytes, (TABLE_SIGNATURE, "P", "P")
     )
-    grid = (max(1, min(table.tiles, most)), 1)
+    grid = (max(1, min(table.tiles, place.most_blocks(most))), 1)
     function.prepared_async_call(
         grid, (BLOCK_THREADS, 1, 1), place.stream, table.packed, scratch, rows, shared_size=shared
     )

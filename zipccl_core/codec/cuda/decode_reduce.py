@@ -93,6 +93,6 @@ def launch_decode_reduce(
         element_bytes,
         (TABLE_SIGNATURE, "P", "f", "P", "P"),
     )
-    grid = (max(1, min(table.tiles, most)), 1)
+    grid = (max(1, min(table.tiles, place.most_blocks(most))), 1)
     arguments = (table.packed, out, number, scratch, rows)
     function.prepared_async_call(grid, (BLOCK_THREADS, 1, 1), place.stream, *arguments, shared_size=shared)

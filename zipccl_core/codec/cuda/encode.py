@@ -107,6 +107,10 @@ def launch_encode(place: Place, table: Table, element_bytes: int, scratch: int) 
     with device.lock:  # the two kernels share sums, so that no other thread's may come between them
         if tiles:
             function.prepared_async_call(
-                (min(tiles, most), 1), (BLOCK_THREADS, 1, 1), place.stream, *arguments, shared_size=shared
+                (min(tiles, place.most_blocks(most)), 1),
+                (BLOCK_THREADS, 1, 1),
+                place.stream,
+                *arguments,
+                shared_size=shared,
             )
         pack.prepared_async_call((packers + table.jobs, 1), (512, 1, 1), place.stream, *arguments, packers)

@@ -82,6 +82,10 @@ RESIDENT_BLOCKS = {
 # Tiles of shared memory a thread block: one is worked on, the others are being loaded.
 STAGES = {"ENCODE": 2, "DECODE": 2, "REDUCE": 3}
 
+# Multiprocessors that a launch leaves free if it is to share the device: a communication kernel, which is short of work
+# and long in time, would else be put together on a few, and be slowed down for all of its time.
+LEFT_FREE = 20
+
 BLOCK_THREADS = 288
 JOB_BYTES = 64
 INLINE_JOBS = 16
@@ -475,6 +479,9 @@ class Place(Protocol):
     def zeroed(self, purpose: str, n_bytes: int) -> int:
         """Address of scratch that is zero before a launch, and that every launch must leave zero; before begin()."""
 
+    def most_blocks(self, most: int) -> int:
+        """Thread blocks of a persistent grid, of those that the device holds at once."""
+
     def begin(self) -> None:
         """After all memory of a launch is there, before the launch."""
 
@@ -537,6 +544,10 @@ class Launch:
         """See Place."""
         return self.device.zeroed(purpose, self.key, n_bytes).data_ptr()
 
+    def most_blocks(self, most: int) -> int:
+        """See Place."""
+        return most
+
     _begun = False
 
     def __exit__(self, *error: object) -> None:
@@ -556,12 +567,18 @@ class Lane:
     Attributes:
         device, stream: see Place.
         torch_stream, handle: the same stream, for torch and for others.
+        shares: whether the next launches leave multiprocessors free for what runs beside them.
     """
 
     def __init__(self, device: Device, stream: Any) -> None:
         self.device, self.stream, self.handle = device, stream, int(stream.handle)
         self.torch_stream = torch.cuda.ExternalStream(self.handle, device=device.index)  # type: ignore[no-untyped-call]
+        self.shares = False
         self._kept: dict[str, tuple[int, int, Tensor]] = {}
+
+    def most_blocks(self, most: int) -> int:
+        """See Place. One a multiprocessor if it shares: more would be spread over all."""
+        return max(1, self.device.multiprocessors - LEFT_FREE) if self.shares else most
 
     def zeroed(self, purpose: str, n_bytes: int) -> int:
         """See Place."""
