@@ -257,6 +257,10 @@ def _nvcc_version(nvcc: str) -> str:
 def _nvrtc() -> ctypes.CDLL:
     names = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
     folders = [Path(entry or ".") / "nvidia" / kind / "lib" for entry in sys.path for kind in ("cu13", "cuda_nvrtc")]
+    # NVRTC asks for its builtins by their bare name, and finds those of a wheel only if they are loaded already
+    for builtins in (path for folder in folders for path in folder.glob("libnvrtc-builtins.so.*")):
+        with contextlib.suppress(OSError):
+            ctypes.CDLL(str(builtins))
     for path in [str(folder / name) for folder in folders for name in names if (folder / name).exists()] + names:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(path)

@@ -212,7 +212,7 @@ struct WeightTable {
     static constexpr u32 QUADS = 2 * ELEMENT_BYTES;  // of units, a thread
     u32 weight[QUADS][THREADS][4];
 
-    constexpr WeightTable() : weight() {
+    __host__ __device__ constexpr WeightTable() : weight() {  // NVRTC takes no function of the host alone
         for (u32 q = 0; q < QUADS; ++q)
             for (u32 t = 0; t < THREADS; ++t)
                 for (u32 i = 0; i < 4; ++i) {
