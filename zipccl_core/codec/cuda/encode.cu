@@ -117,6 +117,35 @@ __device__ __forceinline__ void feed_encoders(const JobTable& table, EncodeShare
     if (job.job != ~0u && lane == 0) add_to_frame(sums, frame_sums[job.job]);
 }
 
+// If there is a bit: a byte to shared memory in front of `to`, which goes back by one.
+__device__ __forceinline__ void put_byte_if(u32 bit, u32& to, u32 byte) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p add.u32 %0, %0, -1;\n@p st.shared.u8 [%0], %1;\n}"
+                 : "+r"(to)  // left to itself the compiler counts by two instructions
+                 : "r"(byte), "r"(bit)
+                 : "memory");
+}
+
+// The escapes of a thread's words, a bit each in `escaped`, to shared memory in front of `end`. It passes over all
+// words, from the last of a chunk to its first, then the chunk before it; after the first chunk comes the last.
+template <u32 ELEMENT_BYTES>
+__device__ __forceinline__ void put_escapes(const u8* words, u32 rotation, u32 escaped, u32 end) {
+    u32 word = rotation * 8;
+    asm volatile("" : "+r"(word));  // or addresses wait in registers since the words were read first
+    u32 to = end - __popc(escaped >> word >> 8);
+    escaped = __funnelshift_l(escaped, escaped, 24 - word);
+#pragma unroll
+    for (u32 slot = 0; slot < 4; ++slot, word = (word - 8) & 24) {
+        const uint4* chunk = (const uint4*)(words + word * ELEMENT_BYTES);
+        const uint4 a = chunk[0], b = chunk[ELEMENT_BYTES / 2 - 1];
+        const u32 x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+        for (u32 i = 8; i--;)
+            put_byte_if(escaped & 1u << (24 - slot * 8 + i), to,
+                        ELEMENT_BYTES == 4 ? x[i] >> 23 : x[i / 2] >> (7 + 16 * (i % 2)));
+        if (word == 0) to = end;
+    }
+}
+
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* frame_sums, TileCounts* counts,
                                              u16* sizes, u8* slots) {
@@ -216,15 +245,19 @@ __device__ __forceinline__ void encode_tiles(const JobTable& table, FrameSums* f
         const u32 count = __popc(escaped);
         const u32 inclusive = warp_inclusive_sum(count);
         const u32 total = __shfl_sync(~0u, inclusive, 31);
-        u8* to = &shared.escapes[warp][inclusive];
         shared.stages.put_sum(stage, sum);
         if (ELEMENT_BYTES == 4) low = __any_sync(~0u, low & 0xffff) ? LOW_FLAG : 0;
         if (lane == 0) shared.stages.counts[stage][warp] = total | low;
-        const u8* first = elements + t * (THREAD_WORDS * ELEMENT_BYTES) + (ELEMENT_BYTES - 2);
-        while (escaped) {  // from the last to the first
-            const u32 i = 31 - __clz(escaped);
-            escaped ^= 1u << i;
-            *--to = u8(*(const u16*)(first + i * ELEMENT_BYTES) >> 7);
+        const u8* mine = elements + t * (THREAD_WORDS * ELEMENT_BYTES);
+        u8* to = &shared.escapes[warp][inclusive];
+        if (total <= FEW_ESCAPES) {
+            while (escaped) {  // from the last to the first
+                const u32 i = 31 - __clz(escaped);
+                escaped ^= 1u << i;
+                *--to = u8(*(const u16*)(mine + i * ELEMENT_BYTES + (ELEMENT_BYTES - 2)) >> 7);
+            }
+        } else {
+            put_escapes<ELEMENT_BYTES>(mine, rotation, escaped, shared_address(to));
         }
         shared.stages.leave(stage);
         publish_to_stores();
@@ -294,20 +327,20 @@ __device__ __forceinline__ u64 block_sum_all(u64 x, PackShared& shared) {
 }
 
 // Sum of sizes[first .. end), by all threads.
-__device__ __forceinline__ u64 sum_sizes(const u16* sizes, u64 first, u64 end, PackShared& shared) {
+__device__ __forceinline__ u64 sum_sizes(const u16* sizes, u32 first, u32 end, PackShared& shared) {
     u64 sum = 0;
-    u64 aligned_first = (first + 7) & ~7ull, aligned_end = end & ~7ull;
+    u32 aligned_first = (first + 7) & ~7u, aligned_end = end & ~7u;
     if (aligned_first >= aligned_end) {
-        for (u64 i = first + threadIdx.x; i < end; i += PACK_THREADS) sum += sizes[i];
+        for (u32 i = first + threadIdx.x; i < end; i += PACK_THREADS) sum += sizes[i];
     } else {
         if (threadIdx.x < aligned_first - first) sum += sizes[first + threadIdx.x];
         if (threadIdx.x < end - aligned_end) sum += sizes[aligned_end + threadIdx.x];
         // eight loads in flight: this is latency, and little else
-        for (u64 i = aligned_first + threadIdx.x * 8; i < aligned_end; i += PACK_THREADS * 64) {
+        for (u32 i = aligned_first + threadIdx.x * 8; i < aligned_end; i += PACK_THREADS * 64) {
             uint4 x[8];
 #pragma unroll
             for (u32 k = 0; k < 8; ++k) {
-                const u64 at = i + k * (PACK_THREADS * 8);
+                const u32 at = i + k * (PACK_THREADS * 8);
                 x[k] = at < aligned_end ? *(const uint4*)(sizes + at) : make_uint4(0, 0, 0, 0);
             }
             u32 part = 0;
@@ -363,46 +396,103 @@ __device__ __forceinline__ void copy_words(u8* to, const u8* source, u32 begin, 
             [=](u32 s) { return source[((begin + s) >> 1) * 4 + 2 + ((begin + s) & 1)]; });
 }
 
-template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void pack_tile(const FrameJob& job, u64 block, const TileCounts& counts, const u8* slots,
-                                          u8* to) {
-    const u32 lane = lane_of(), m = block_words(job.n, block), spill = spill_bytes(m);
-    const u8* source = (const u8*)job.words + block * (BLOCK_WORDS * ELEMENT_BYTES);
-    const u32 of_warp = counts.of_warp[lane % WARPS], count = of_warp & COUNT_FIELD;
-    const u32 through = warp_inclusive_sum(lane < WARPS ? count : 0);
-    const u32 total = __shfl_sync(~0u, through, WARPS - 1);
-    if (total > spill) {  // stored: over what encode wrote
-        u8* record = (u8*)job.frame + records_begin(job.n) + block * RECORD_BYTES;
-        const u32 used = record_bytes(m), held = 2 * m < used ? 2 * m : used;
-        copy_words<ELEMENT_BYTES>(record, source, 0, held);
-        for (u32 i = held + lane; i < align128(used); i += 32) record[i] = 0;
-        copy_words<ELEMENT_BYTES>(to, source, held, 2 * m);
-        to += spill;
-    } else {
-        // byte i is in the slot that a binary search over the eight sums finds
-        const u32 before = through - count;
+// The escapes of a tile, as the eight slots of its warps hold them: a warp's view of them as bytes in a row.
+struct Slots {
+    const u8* slots;
+    u32 shift, through;  // of slot `lane`: from a byte's number to its place, and the number behind its last one
+
+    // The slot that byte i is in: a binary search over the eight sums; all lanes.
+    __device__ __forceinline__ u32 slot_of(u32 i) const {
+        u32 w = i >= __shfl_sync(~0u, through, 3) ? 4 : 0;
+        w += i >= __shfl_sync(~0u, through, w + 1) ? 2 : 0;
+        w += i >= __shfl_sync(~0u, through, w) ? 1 : 0;
+        return w;
+    }
+    // Where byte i is, which is in slot w; all lanes.
+    __device__ __forceinline__ u32 place_of(u32 i, u32 w) const { return i + __shfl_sync(~0u, shift, w); }
+
+    // To `to`, a byte a lane: 4 loads in flight.
+    __device__ __forceinline__ void move_bytes(u8* to, u32 total) const {
+        const u32 lane = lane_of();
 #pragma unroll 1
         for (u32 first = 0; first < total; first += 128) {
             u8 x[4];
 #pragma unroll
             for (u32 k = 0; k < 4; ++k) {
-                const u32 i = first + k * 32 + lane;
-                u32 w = i >= __shfl_sync(~0u, through, 3) ? 4 : 0;
-                w += i >= __shfl_sync(~0u, through, w + 1) ? 2 : 0;
-                w += i >= __shfl_sync(~0u, through, w) ? 1 : 0;
-                const u32 at = w * SLOT_BYTES + i - __shfl_sync(~0u, before, w);
+                const u32 i = first + k * 32 + lane, at = place_of(i, slot_of(i));
                 if (i < total) x[k] = slots[at];
             }
 #pragma unroll
             for (u32 k = 0; k < 4; ++k)
                 if (first + k * 32 + lane < total) to[first + k * 32 + lane] = x[k];
         }
-        to += total;
     }
+
+    // The same by words of 8 bytes of `to`; then the bytes of those that are not of one slot.
+    __device__ __forceinline__ void move_words(u8* to, u32 total) const {
+        const u32 lane = lane_of(), into = u32((u64)to) & 7;  // byte i is byte i + into of a row of whole words
+#pragma unroll 1
+        for (u32 first = 8 - into; first < total; first += 512) {
+            u64 x[2], next[2];
+            u32 at[2];
+            bool whole[2];
+#pragma unroll
+            for (u32 k = 0; k < 2; ++k) {  // all loads before the first store
+                const u32 i = first + k * 256 + lane * 8, w = slot_of(i);
+                at[k] = place_of(i, w);
+                whole[k] = i + 8 <= __shfl_sync(~0u, through, w);
+                const u64* from = (const u64*)(slots + (at[k] & ~7u));
+                if (whole[k]) x[k] = from[0];
+                if (whole[k] && at[k] & 7) next[k] = from[1];
+            }
+#pragma unroll
+            for (u32 k = 0; k < 2; ++k) {
+                const u32 i = first + k * 256 + lane * 8, skip = 8 * (at[k] & 7);
+                if (whole[k]) *(u64*)(to + i) = skip ? x[k] >> skip | next[k] << (64 - skip) : x[k];
+            }
+        }
+        // a word that is not of one slot has the end of a slot in it, or the beginning of them all
+        u8 x[3];
+        u32 i[3];
+#pragma unroll
+        for (u32 k = 0; k < 3; ++k) {
+            const u32 end = __shfl_sync(~0u, through, lane / 8 + 4 * k);
+            i[k] = ((k < 2 ? end + into : 0) & ~7u) + lane % 8 - into;
+            const u32 at = place_of(i[k], slot_of(i[k]));
+            if (i[k] < total) x[k] = slots[at];
+        }
+#pragma unroll
+        for (u32 k = 0; k < 3; ++k)
+            if (i[k] < total) to[i[k]] = x[k];
+    }
+};
+
+template <u32 ELEMENT_BYTES>
+__device__ __forceinline__ void pack_tile(const FrameJob& job, u32 block, const TileCounts& counts, const u8* slots,
+                                          u8* to) {
+    const u32 lane = lane_of(), m = block_words(job.n, block), spill = spill_bytes(m);
+    const u8* source = (const u8*)job.words + u64(block) * (BLOCK_WORDS * ELEMENT_BYTES);
+    const u32 of_warp = counts.of_warp[lane % WARPS], count = of_warp & COUNT_FIELD;
+    const u32 through = warp_inclusive_sum(lane < WARPS ? count : 0);
+    const u32 total = __shfl_sync(~0u, through, WARPS - 1);
     if (ELEMENT_BYTES == 4 && (of_warp & LOW_FLAG))
         copy_bytes(
-            to, 2 * m, [=](u32 s) { return load_halves((const u32*)source, s, 0); },
+            to + (total > spill ? spill : total), 2 * m, [=](u32 s) { return load_halves((const u32*)source, s, 0); },
             [=](u32 s) { return source[(s >> 1) * 4 + (s & 1)]; });
+    if (total > spill) {  // stored: over what encode wrote
+        u8* record = (u8*)job.frame + records_begin(job.n) + u64(block) * RECORD_BYTES;
+        const u32 used = record_bytes(m), held = 2 * m < used ? 2 * m : used;
+        copy_words<ELEMENT_BYTES>(record, source, 0, held);
+#pragma unroll 1
+        for (u32 i = held + lane; i < align128(used); i += 32) record[i] = 0;
+        copy_words<ELEMENT_BYTES>(to, source, held, 2 * m);
+    } else {
+        const Slots all{slots, lane * SLOT_BYTES - (through - count), through};
+        if (total > 512)  // else its last step, the bytes between slots, costs what it saves
+            all.move_words(to, total);
+        else
+            all.move_bytes(to, total);
+    }
 }
 
 // The header, and the padding of the directory, of one frame; by a thread block of its own.
@@ -443,14 +533,14 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, FrameSums* fra
         return;
     }
     const u32 t = threadIdx.x, lane = lane_of(), warp = warp_of();
-    const u64 per_block = (u64(table.tiles) + packers - 1) / packers;
-    u64 begin = per_block * blockIdx.x, end = begin + per_block;
+    const u32 per_block = (table.tiles + packers - 1) / packers;  // tiles are below 2^31
+    u32 begin = per_block * blockIdx.x, end = begin + per_block;
     if (end > table.tiles) end = table.tiles;
     u32 job = 0;
     u64 before = 0;  // dynamic bytes of this frame before `begin`
     bool fresh = true;
     while (begin < end) {
-        u32 next_job = job_of_tile(jobs, job, u32(begin));
+        u32 next_job = job_of_tile(jobs, job, begin);
         if (fresh)
             before = sum_sizes(sizes, jobs[next_job].first_tile, begin, shared);
         else if (next_job != job)
@@ -458,11 +548,11 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, FrameSums* fra
         fresh = false;
         job = next_job;
         const FrameJob& frame = jobs[job];
-        u64 job_end = u64(frame.first_tile) + frame.tiles;
-        u64 chunk_end = begin + PACK_THREADS;
+        u32 job_end = frame.first_tile + frame.tiles;
+        u32 chunk_end = begin + PACK_THREADS;
         if (chunk_end > end) chunk_end = end;
         if (chunk_end > job_end) chunk_end = job_end;
-        const u32 count = u32(chunk_end - begin);
+        const u32 count = chunk_end - begin;
 
         // offsets of up to PACK_THREADS tiles: an exclusive sum over the thread block
         u32 size = t < count ? sizes[begin + t] : 0;
@@ -476,7 +566,7 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, FrameSums* fra
         u32 offset = warp_before + inclusive - size;
         shared.offsets[t] = offset;
         if (t < count) {
-            const u64 block = begin + t - frame.first_tile;
+            const u32 block = begin + t - frame.first_tile;
             const uint4 loaded = *(const uint4*)&counts[begin + t];
             *(uint4*)&shared.counts[t] = loaded;
             const TileCounts& of_tile = shared.counts[t];
@@ -490,7 +580,7 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, FrameSums* fra
 #pragma unroll 1
         for (u32 i = warp; i < count; i += PACK_THREADS / 32)
             pack_tile<ELEMENT_BYTES>(frame, begin + i - frame.first_tile, shared.counts[i],
-                                     slots + (begin + i) * ZIPCCL_SLOT_BYTES, dynamic + shared.offsets[i]);
+                                     slots + u64(begin + i) * ZIPCCL_SLOT_BYTES, dynamic + shared.offsets[i]);
         before += total;
         begin = chunk_end;
     }
@@ -501,7 +591,7 @@ extern "C" __global__ void __launch_bounds__(PACK_THREADS, 2)
                          const u16* sizes, const u8* slots, u32 packers) {
     pack_tiles<2>(table, frame_sums, counts, sizes, slots, packers);
 }
-extern "C" __global__ void __launch_bounds__(PACK_THREADS, 1)
+extern "C" __global__ void __launch_bounds__(PACK_THREADS, 2)
     pack_float32_kernel(const __grid_constant__ JobTable table, FrameSums* frame_sums, const TileCounts* counts,
                         const u16* sizes, const u8* slots, u32 packers) {
     pack_tiles<4>(table, frame_sums, counts, sizes, slots, packers);

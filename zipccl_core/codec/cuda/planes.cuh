@@ -101,6 +101,16 @@ struct Codes {
         u32 a = bytes_of(low, 0, 0x3211) ^ all, b = high ^ all;
         return (((a - 0x01010101u) & ~a) | ((b - 0x01010101u) & ~b)) & 0x80808080u;
     }
+    // Bit 7 of bytes of `four` that are: exact in those up to the first that is.
+    __device__ __forceinline__ u32 held_of(u32 four) const {
+        u32 held = 0;
+#pragma unroll
+        for (u32 code = 1; code < 8; ++code) {
+            const u32 x = four ^ bytes_of(low, high, 0x1111 * code);
+            held |= (x - 0x01010101u) & ~x;
+        }
+        return held & 0x80808080u;
+    }
 };
 
 // Code planes of a contiguous codebook: codes are exponent - (first - 1), if that is 1 to 7. A subtraction, bit by bit.
@@ -166,6 +176,10 @@ __device__ __forceinline__ void join_words(const u32 (&z)[4], u32 half, const Co
         v[q * 2 + 1] = bytes_of(lower, upper, 0x7362);
     }
 }
+
+// With more escapes than this among a warp's words, its lanes pass over all of theirs: finding them one by one, a warp
+// waits for the lane with the most.
+constexpr u32 FEW_ESCAPES = 64;
 
 // Bit i is 1 if word i of this thread's 32 exists in a block of m words.
 __device__ __forceinline__ u32 valid_words(u32 thread, u32 m) {

@@ -167,6 +167,52 @@ __device__ __forceinline__ u32 add_low_halves(u8* elements, const u8* low_halves
     return seen;
 }
 
+// If there is a bit: the byte in front of `from` in shared memory, which goes back by one; else 0.
+__device__ __forceinline__ u32 byte_if(u32 bit, u32& from) {
+    u32 byte;
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\nmov.u32 %1, 0;\n@p add.u32 %0, %0, -1;\n"
+                 "@p ld.shared.u8 %1, [%0];\n}"
+                 : "+r"(from), "=&r"(byte)
+                 : "r"(bit));
+    return byte;
+}
+
+// The exponents of a thread's escapes, a bit each in `escaped`, from shared memory in front of `end`, into its words,
+// where they are zero. It passes over all words, a chunk from its last one to its first; two chunks at a time, each from
+// where its own exponents end, so that it waits for memory twice.
+template <u32 ELEMENT_BYTES>
+__device__ __forceinline__ void take_escapes(u8* words, u32 rotation, u32 escaped, u32 end) {
+    u32 begin = rotation * 8;  // a word of the chunk to begin with; the one before it is next
+    asm volatile("" : "+r"(begin));  // or addresses wait in registers since the words were written
+    const u32 turned = __funnelshift_l(escaped, escaped, 24 - begin);
+#pragma unroll
+    for (u32 pair = 0; pair < 4; pair += 2) {
+        u32 exponent[2][8];
+#pragma unroll
+        for (u32 odd = 0; odd < 2; ++odd) {
+            const u32 slot = pair + odd, word = (begin - slot * 8) & 24;
+            u32 from = end - __popc(escaped >> word >> 8);
+#pragma unroll
+            for (u32 i = 8; i--;) exponent[odd][i] = byte_if(turned & 1u << (24 - slot * 8 + i), from);
+        }
+#pragma unroll
+        for (u32 odd = 0; odd < 2; ++odd) {
+            const u32 word = (begin - (pair + odd) * 8) & 24;
+            uint4* chunk = (uint4*)(words + word * ELEMENT_BYTES);
+            const uint4 a = chunk[0], b = chunk[ELEMENT_BYTES / 2 - 1];
+            u32 x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (u32 i = 0; i < 8; ++i)
+                if (ELEMENT_BYTES == 4)
+                    x[i] += exponent[odd][i] << 23;
+                else
+                    x[i / 2] += exponent[odd][i] << (7 + 16 * (i % 2));
+            chunk[0] = make_uint4(x[0], x[1], x[2], x[3]);
+            if (ELEMENT_BYTES == 4) chunk[1] = make_uint4(x[4], x[5], x[6], x[7]);
+        }
+    }
+}
+
 // Rebuild a warp's eighth of a block from a stage into `elements`, and check it (FORMAT.md 8.10, 8.11). All lanes. Stores
 // from `elements`, but for the last PENDING committed, are waited for first.
 //
@@ -248,18 +294,32 @@ __device__ __forceinline__ void rebuild_words(Shared& shared, const Place<PINNED
         const u32 total = __reduce_add_sync(~0u, theirs);
         if (plan.size() == total + low_bytes) {
             const u8* from = dynamic + before;
-            for (u32 i = lane; i < of_warp; i += 32)
-                if (codes.holds(from[i])) report_fault(scratch, job, FAULT_CANONICAL, block, from[i]);
-            from += inclusive;
             u32* mine = (u32*)(elements + t * (THREAD_WORDS * ELEMENT_BYTES));
-            while (escaped) {  // from the last to the first; their exponents are still zero
-                const u32 i = 31 - __clz(escaped);
-                escaped ^= 1u << i;
-                const u32 exponent = *--from;
-                if (ELEMENT_BYTES == 2)
-                    atomicOr(mine + (i >> 1), exponent << (7 + 16 * (i & 1)));
-                else
-                    atomicOr(mine + i, exponent << 23);
+            if (of_warp <= FEW_ESCAPES) {
+                for (u32 i = lane; i < of_warp; i += 32)
+                    if (codes.holds(from[i])) report_fault(scratch, job, FAULT_CANONICAL, block, from[i]);
+                from += inclusive;
+                while (escaped) {  // from the last to the first; their exponents are still zero
+                    const u32 i = 31 - __clz(escaped);
+                    escaped ^= 1u << i;
+                    const u32 exponent = *--from;
+                    if (ELEMENT_BYTES == 2)
+                        atomicOr(mine + (i >> 1), exponent << (7 + 16 * (i & 1)));
+                    else
+                        atomicOr(mine + i, exponent << 23);
+                }
+            } else {
+                const u32 skip = shared_address(from) & 3;
+                const u32* fours = (const u32*)(from - skip);  // a word beyond the escapes is still of the stage
+#pragma unroll 1
+                for (u32 i = lane * 4; i < of_warp; i += 128) {
+                    const u32 left = of_warp - i, of_left = left < 4 ? (1u << (8 * left)) - 1 : ~0u;
+                    if (codes.held_of(__funnelshift_r(fours[i / 4], fours[i / 4 + 1], 8 * skip)) & of_left)
+#pragma unroll 1
+                        for (u32 k = i; k < i + 4 && k < of_warp; ++k)
+                            if (codes.holds(from[k])) report_fault(scratch, job, FAULT_CANONICAL, block, from[k]);
+                }
+                take_escapes<ELEMENT_BYTES>((u8*)mine, rotation, escaped, shared_address(from + inclusive));
             }
             if (ELEMENT_BYTES == 4 && low_bytes) {
                 __syncwarp();
