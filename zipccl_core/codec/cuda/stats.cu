@@ -32,88 +32,113 @@ __device__ __forceinline__ u64 run_from(long long start) {
     return 0x06050403020100ull + u64(start) * 0x01010101010101ull;
 }
 
-// FORMAT.md 7.4, by one warp. `key` of an exponent orders by count, then by smaller exponent.
+// FORMAT.md 7.4, by one warp; the same in all lanes. `key` of an exponent orders by count, then by smaller exponent.
 __device__ __forceinline__ u64 fitted_exponents(const u32* count) {
     const u32 lane = threadIdx.x & 31;
     u32 key[8];
 #pragma unroll
     for (u32 i = 0; i < 8; ++i) {
-        u32 e = i * 32 + lane;
+        const u32 e = i * 32 + lane;
         key[i] = e == 255 ? 0 : (count[e] << 8 | (255 - e));
     }
-    u64 low = 0, mid_low = 0, mid_high = 0, high = 0;  // the chosen, as a set of 256 bits
-#pragma unroll 1
+    // a lane's keys in falling order: the largest of all is then the first of a lane, which gives it up
+#pragma unroll
+    for (u32 round = 0; round < 8; ++round)
+#pragma unroll
+        for (u32 i = round & 1; i + 1 < 8; i += 2) {
+            const u32 larger = key[i] > key[i + 1] ? key[i] : key[i + 1];
+            key[i + 1] = key[i] > key[i + 1] ? key[i + 1] : key[i];
+            key[i] = larger;
+        }
+    u32 chosen = 0;  // in lane `round`
+#pragma unroll
     for (u32 round = 0; round < 7; ++round) {
-        u32 best = 0;
+        const u32 best = __reduce_max_sync(~0u, key[0]);
+        if (lane == round) chosen = 255 - (best & 255);
+        const bool given = key[0] == best;
 #pragma unroll
-        for (u32 i = 0; i < 8; ++i) best = key[i] > best ? key[i] : best;
-        best = __reduce_max_sync(~0u, best);
+        for (u32 i = 0; i < 7; ++i) key[i] = given ? key[i + 1] : key[i];
+    }
+    u32 smaller = 0;
 #pragma unroll
-        for (u32 i = 0; i < 8; ++i)
-            if (key[i] == best) key[i] = 0;
-        u32 e = 255 - (best & 255);
-        u64 bit = 1ull << (e & 63);
-        if (e < 64) low |= bit;
-        else if (e < 128) mid_low |= bit;
-        else if (e < 192) mid_high |= bit;
-        else high |= bit;
+    for (u32 i = 0; i < 7; ++i) smaller += __shfl_sync(~0u, chosen, i) < chosen;
+    const u64 exponents = lane < 7 ? u64(chosen) << (8 * smaller) : 0;
+    return u64(__reduce_or_sync(~0u, u32(exponents >> 32))) << 32 | __reduce_or_sync(~0u, u32(exponents));
+}
+
+// What FORMAT.md 7.5 takes from a histogram: N, S and E.
+struct Moments {
+    u64 n, s;
+    u32 top;
+};
+
+// By one warp; the same in all lanes.
+__device__ __forceinline__ Moments moments_of(const u32* count) {
+    const u32 lane = threadIdx.x & 31;
+    u32 words = 0, top = 0;
+#pragma unroll
+    for (u32 i = 0; i < 8; ++i) {
+        const u32 e = i * 32 + lane, c = e && e < 255 ? count[e] : 0;
+        words += c;
+        if (c) top = e;
     }
-    u64 exponents = 0;
-    for (u32 i = 0; i < 7; ++i) {
-        u64 e;
-        if (low) e = __ffsll(low) - 1, low &= low - 1;
-        else if (mid_low) e = 63 + __ffsll(mid_low), mid_low &= mid_low - 1;
-        else if (mid_high) e = 127 + __ffsll(mid_high), mid_high &= mid_high - 1;
-        else e = 191 + __ffsll(high), high &= high - 1;
-        exponents |= e << (8 * i);
-    }
-    return exponents;
+    const u64 n = __reduce_add_sync(~0u, words);
+    top = __reduce_max_sync(~0u, top);
+    // a lane an exponent: all sums and products fit 64 bits, S fits 47 (a histogram has under 2^17 words)
+    const u64 s = lane <= HISTOGRAM_DEPTH && lane < top ? u64(count[top - lane]) << (2 * (HISTOGRAM_DEPTH - lane)) : 0;
+    const u64 upper = __reduce_add_sync(~0u, u32(s >> 24));
+    return {n, (upper << 24) + __reduce_add_sync(~0u, u32(s) & 0xffffff), top};
 }
 
 // FORMAT.md 7.5, by one warp; the same in all lanes.
-__device__ __forceinline__ u64 gaussian_exponents(const u32* count, double* sigma) {
-    const u32 lane = threadIdx.x & 31;
-    u32 words = 0, top = 0;
-    for (u32 e = lane; e < 255; e += 32)
-        if (e && count[e]) words += count[e], top = e;
-    const u64 n = __reduce_add_sync(~0u, words);
-    top = __reduce_max_sync(~0u, top);
-    *sigma = 0;
-    if (!n) return run_from(0);
-    // a lane an exponent, then a lane a power of 4: all sums and products fit 64 bits (a histogram has under 2^17 words)
-    u64 s = lane <= HISTOGRAM_DEPTH && lane < top ? u64(count[top - lane]) << (2 * (HISTOGRAM_DEPTH - lane)) : 0;
-    for (u32 d = 16; d; d /= 2) s += __shfl_xor_sync(~0u, s, d);
-    const u32 j = 31 - __clz(__ballot_sync(~0u, lane < 20 && ((3 * n) << (2 * lane)) <= 7 * s));
-    bool upper = 7 * s * 1024 >= ((ZIPCCL_UPPER_RUN_FROM_SQUARED_1024 * 3ull * n) << (2 * j));
+__device__ __forceinline__ u64 gaussian_exponents(const Moments& of) {
+    if (!of.n) return run_from(0);
+    const u32 lane = threadIdx.x & 31;  // a lane a power of 4
+    const u32 j = 31 - __clz(__ballot_sync(~0u, lane < 20 && ((3 * of.n) << (2 * lane)) <= 7 * of.s));
+    const bool upper = 7 * of.s * 1024 >= ((ZIPCCL_UPPER_RUN_FROM_SQUARED_1024 * 3ull * of.n) << (2 * j));
+    return run_from((long long)of.top - 142 + j + 122 + upper);
+}
+
+__device__ __forceinline__ double sigma_of(const Moments& of) {
+    if (!of.n) return 0;
     // 7 s / (3 n) is the mean square if words are spread evenly over an octave; those of a Gaussian are not (7.5)
-    double square = 7.0 * double(s) * 2767.0 / (3.0 * double(n) * ZIPCCL_UPPER_RUN_FROM_SQUARED_1024);
-    *sigma = scalbn(sqrt(square), int(top) - 127 - int(HISTOGRAM_DEPTH));
-    return run_from((long long)top - 142 + j + 122 + upper);
+    const double square = 7.0 * double(of.s) * 2767.0 / (3.0 * double(of.n) * ZIPCCL_UPPER_RUN_FROM_SQUARED_1024);
+    return scalbn(sqrt(square), int(of.top) - 127 - int(HISTOGRAM_DEPTH));
+}
+
+// By one thread: a thread block is done, and how many were before it. What all its threads did before a barrier is seen
+// by those of whoever finds itself to be the last.
+__device__ __forceinline__ u32 count_finished(u32* finished_blocks) {
+    u32 before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(finished_blocks) : "memory");
+    return before;
 }
 
 template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ void count_sample(const JobTable& table, Counters* counters, Statistics* answers) {
     typedef typename UnsignedOf<ELEMENT_BYTES>::type Element;
-    __shared__ u32 counts[COPIES][EXPONENTS];
-    __shared__ u32 last;
-    const FrameJob& job = table.all()[blockIdx.y];
+    __shared__ __align__(16) u32 counts[COPIES][EXPONENTS];
+    __shared__ bool last;
+    static_assert(COPIES * EXPONENTS == STATS_THREADS * 4, "a thread clears four");
     const u32 t = threadIdx.x;
-    for (u32 i = t; i < COPIES * EXPONENTS; i += STATS_THREADS) (&counts[0][0])[i] = 0;
-    __syncthreads();
+    u64 n = table.inline_jobs[blockIdx.y % INLINE_JOBS].n, address = table.inline_jobs[blockIdx.y % INLINE_JOBS].words;
+    if (table.address) {
+        const FrameJob& job = reinterpret_cast<const FrameJob*>(table.address)[blockIdx.y];
+        n = job.n, address = job.words;
+    }
 
-    const u64 n = job.n, stride = (n >> SAMPLE_LOG2_WORDS) | 1;
-    const u64 sampled = (n + stride - 1) / stride;
-    const Element* words = (const Element*)job.words;
-    u32* mine = counts[(t >> 5) % COPIES];
-    const u64 step = u64(gridDim.x) * STATS_THREADS;
-    for (u64 i = u64(blockIdx.x) * STATS_THREADS + t; i < sampled; i += 4 * step) {
-        Element x[4];
-#pragma unroll
-        for (u32 k = 0; k < 4; ++k)
-            if (i + k * step < sampled) x[k] = __ldg(words + (i + k * step) * stride);
-#pragma unroll
-        for (u32 k = 0; k < 4; ++k)
-            if (i + k * step < sampled) atomicAdd(&mine[(ELEMENT_BYTES == 2 ? x[k] >> 7 : x[k] >> 23) & 0xff], 1u);
+    // A thread has one word of the sample, or one in every `step`; it is on its way while counts are cleared, and no
+    // __ldg, which the compiler would move behind that.
+    const u64 stride = (n >> SAMPLE_LOG2_WORDS) | 1, step = u64(gridDim.x) * STATS_THREADS * stride;
+    const Element* words = (const Element*)address;
+    u64 i = (u64(blockIdx.x) * STATS_THREADS + t) * stride;
+    Element x = i < n ? words[i] : 0;
+    ((uint4*)counts)[t] = make_uint4(0, 0, 0, 0);
+    __syncthreads();
+    while (i < n) {
+        atomicAdd(&counts[(t >> 5) % COPIES][(ELEMENT_BYTES == 2 ? x >> 7 : x >> 23) & 0xff], 1u);
+        i += step;
+        if (i < n) x = words[i];
     }
     __syncthreads();
     Counters& total = counters[blockIdx.y];
@@ -123,13 +148,11 @@ __device__ __forceinline__ void count_sample(const JobTable& table, Counters* co
         for (u32 k = 0; k < COPIES; ++k) c += counts[k][t];
         if (c) atomicAdd(&total.count[t], c);
     }
-    __threadfence();
     __syncthreads();
-    if (t == 0) last = atomicAdd(&total.finished_blocks, 1u) + 1 == gridDim.x;
+    if (t == 0) last = count_finished(&total.finished_blocks) + 1 == gridDim.x;
     __syncthreads();
     if (!last) return;
 
-    __threadfence();
     Statistics& answer = answers[blockIdx.y];
     if (t < EXPONENTS) {
         u32 c = ((volatile u32*)total.count)[t];
@@ -139,14 +162,23 @@ __device__ __forceinline__ void count_sample(const JobTable& table, Counters* co
     }
     if (t == 0) total.finished_blocks = 0;
     __syncthreads();
+    // a warp an answer
     if (t < 32) {
-        u64 fitted = fitted_exponents(counts[0]);
+        const u64 fitted = fitted_exponents(counts[0]);
         if (t == 0) answer.fitted = fitted;
     } else if (t < 64) {
-        double sigma;
-        u64 gaussian = gaussian_exponents(counts[0], &sigma);
-        if (t == 32) answer.gaussian = gaussian, answer.sigma = sigma, answer.sampled = sampled;
-        if (t >= 60) answer.reserved[t - 60] = 0;
+        const u64 gaussian = gaussian_exponents(moments_of(counts[0]));
+        if (t == 32) answer.gaussian = gaussian;
+    } else if (t < 96) {
+        const double sigma = sigma_of(moments_of(counts[0]));
+        if (t == 64) answer.sigma = sigma;
+    } else if (t < 128) {
+        u32 sampled = 0;
+#pragma unroll
+        for (u32 k = 0; k < EXPONENTS; k += 32) sampled += counts[0][k + t - 96];
+        sampled = __reduce_add_sync(~0u, sampled);
+        if (t == 96) answer.sampled = sampled;
+        if (t >= 124) answer.reserved[t - 124] = 0;
     }
 }
 
