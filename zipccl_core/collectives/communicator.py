@@ -22,7 +22,7 @@ from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
 from .probe import probe
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
-from .repeat import Key, Known, Memory, key_of
+from .repeat import Known, Memory
 from .straight import go_straight
 
 LEAST_MEETING_S = 10.0
@@ -109,6 +109,10 @@ class Communicator:
             RankTimeout: a rank did not come within the deadline; on all ranks, naming it.
         """
 
+        known = self._memory.find("all_gather_into_tensor", output_tensor, input_tensor, None)
+        if known is not None and self._may_repeat(known):
+            return self._repeat("all_gather_into_tensor", known, output_tensor, input_tensor, async_op)
+
         def build() -> list[Call]:
             self._check_pair(output_tensor, input_tensor)
             n = input_tensor.numel()
@@ -121,7 +125,7 @@ class Communicator:
             in_place = input_tensor.is_contiguous() and input_tensor.data_ptr() == slots[self._rank].data_ptr()
             flat_in = input_tensor.detach().reshape(-1) if in_place else _flat_input(input_tensor, output_tensor)
             in_place_at = self._rank * _bytes(input_tensor)
-            self._memory.note(key, _known(output_tensor, input_tensor, build_alike, in_place_at))
+            self._note("all_gather_into_tensor", output_tensor, input_tensor, None, build_alike, in_place_at)
             return [self._gathering(flat_in, slots, n, finish)]
 
         def build_alike(output: torch.Tensor, input: torch.Tensor) -> list[Call]:
@@ -133,9 +137,6 @@ class Communicator:
 
             return [Call(dtype=input.dtype, total_words=n, same_for_all=True, lay_out=lay_out)]
 
-        key = key_of("all_gather_into_tensor", output_tensor, input_tensor)
-        if (known := self._memory.find(key)) is not None and self._repeats(known, output_tensor, input_tensor):
-            return self._repeat("all_gather_into_tensor", known, output_tensor, input_tensor, async_op)
         if (group := self._straight("gather", input_tensor)) is not None:
             return self._go_straight(
                 "all_gather_into_tensor",
@@ -144,7 +145,7 @@ class Communicator:
                 lambda out, into, is_async: straight.gather(group, out, into, is_async),
                 self._size - 1,
                 async_op,
-                key,
+                in_place_at=self._rank * _bytes(input_tensor),
             )
         return self._issue("all_gather_into_tensor", build, async_op)
 
@@ -171,6 +172,11 @@ class Communicator:
             As all_gather_into_tensor; InvalidArgument also if the backend does not know op or dtype.
         """
 
+        more = _hashable(op)
+        known = self._memory.find("reduce_scatter_tensor", output, input, more)
+        if known is not None and self._may_repeat(known):
+            return self._repeat("reduce_scatter_tensor", known, output, input, async_op)
+
         def build() -> list[Call]:
             self._check_pair(output, input)
             spec = reduce_spec(op)
@@ -184,7 +190,7 @@ class Communicator:
             shards = [flat_in.narrow(0, r * n, n) for r in range(self._size)]
             call = self._reduction(spec, shards, flat_in, flat_out, finish)
             if not call.native_reason:
-                self._memory.note(key, _known(output, input, build_alike))
+                self._note("reduce_scatter_tensor", output, input, more, build_alike)
             return [call]
 
         def build_alike(output: torch.Tensor, input: torch.Tensor) -> list[Call]:
@@ -195,9 +201,6 @@ class Communicator:
 
             return [Call(dtype=input.dtype, total_words=input.numel(), spec=reduce_spec(op), lay_out=lay_out)]
 
-        key = key_of("reduce_scatter_tensor", output, input, _hashable(op))
-        if (known := self._memory.find(key)) is not None and self._repeats(known, output, input):
-            return self._repeat("reduce_scatter_tensor", known, output, input, async_op)
         if (found := self._straight_reduction(output, 1, op)) is not None:
             group, spec = found
             return self._go_straight(
@@ -207,7 +210,7 @@ class Communicator:
                 lambda out, into, is_async: straight.reduce_scatter(group, out, into, spec, is_async),
                 self._size - 1,
                 async_op,
-                key,
+                more,
             )
         return self._issue("reduce_scatter_tensor", build, async_op)
 
@@ -234,6 +237,11 @@ class Communicator:
             As all_gather_into_tensor. What rank i sends to j must be what j expects from i; the error names the pair.
         """
 
+        equal = not input_split_sizes and not output_split_sizes
+        known = self._memory.find("all_to_all_single", output, input, None) if equal else None
+        if known is not None and self._may_repeat(known):
+            return self._repeat("all_to_all_single", known, output, input, async_op)
+
         def build() -> list[Call]:
             self._check_pair(output, input)
             flat_in = _flat_input(input, output)
@@ -245,7 +253,8 @@ class Communicator:
                     f"this rank's part for itself has {sends[self._rank].numel()} elements in the input "
                     f"and {receives[self._rank].numel()} in the output"
                 )
-            self._memory.note(key, _known(output, input, build_alike))
+            if equal:
+                self._note("all_to_all_single", output, input, None, build_alike)
             return [Call(dtype=flat_in.dtype, sends=sends, receives=receives, finish=finish)]
 
         def build_alike(output: torch.Tensor, input: torch.Tensor) -> list[Call]:
@@ -255,10 +264,6 @@ class Communicator:
 
             return [Call(dtype=input.dtype, lay_out=lay_out)]
 
-        equal = not input_split_sizes and not output_split_sizes
-        key = key_of("all_to_all_single", output, input) if equal else None
-        if (known := self._memory.find(key)) is not None and self._repeats(known, output, input):
-            return self._repeat("all_to_all_single", known, output, input, async_op)
         if equal and (group := self._straight("all_to_all", input, self._size)) is not None:
             return self._go_straight(
                 "all_to_all_single",
@@ -267,7 +272,6 @@ class Communicator:
                 lambda out, into, is_async: straight.exchange_parts(group, out, into, is_async),
                 (self._size - 1) / self._size,
                 async_op,
-                key,
             )
         return self._issue("all_to_all_single", build, async_op)
 
@@ -309,6 +313,11 @@ class Communicator:
             As reduce_scatter_tensor.
         """
 
+        more = _hashable(op)
+        known = self._memory.find("all_reduce", tensor, tensor, more)
+        if known is not None and self._may_repeat(known):
+            return self._repeat("all_reduce", known, tensor, tensor, async_op)
+
         def build() -> list[Call]:
             self._check_pair(tensor, tensor)
             spec = reduce_spec(op)
@@ -328,7 +337,7 @@ class Communicator:
                 native.native = lambda group, timeout: all_reduce_native(group, flat, spec, timeout)
                 return [native]
             mine = shards[self._rank]
-            self._memory.note(key, _known(tensor, tensor, build_alike, 0))
+            self._note("all_reduce", tensor, tensor, more, build_alike)
             reduction = self._reduction(spec, shards, flat, mine)
             return [reduction, self._gathering(mine, shards, n, finish)]
 
@@ -348,9 +357,6 @@ class Communicator:
             gathering = Call(dtype=tensor.dtype, total_words=n, same_for_all=True)
             return [reduction, gathering]
 
-        key = key_of("all_reduce", tensor, tensor, _hashable(op))
-        if (known := self._memory.find(key)) is not None and self._repeats(known, tensor, tensor):
-            return self._repeat("all_reduce", known, tensor, tensor, async_op)
         if (found := self._straight_reduction(tensor, self._size, op)) is not None:
             group, spec = found
             return self._go_straight(
@@ -360,7 +366,7 @@ class Communicator:
                 lambda out, into, is_async: straight.all_reduce(group, out, spec, is_async),
                 2 * (self._size - 1) / self._size,
                 async_op,
-                key,
+                more,
             )
         return self._issue("all_reduce", build, async_op)
 
@@ -725,37 +731,50 @@ class Communicator:
         pipeline = pipelines.get(tensor.device.type)
         return None if pipeline is None or not pipeline.link.straight else pipeline.link.group()
 
-    def _repeats(self, known: Known, output: torch.Tensor, input: torch.Tensor) -> bool:
-        """Whether all that may have changed since a call of the same key is as it was."""
+    def _may_repeat(self, known: Known) -> bool:
+        """Whether a call like an earlier one can be made, without looking at its tensors."""
         exchange = self._exchange
-        if self._closed or exchange.broken is not None or not known.fits(output, input):
+        if self._closed or exchange.broken is not None:
             return False
-        pipeline = exchange.pipelines.get(output.device.type)
-        if pipeline is None:  # the host's calls are told of as they are issued, and need their tensors laid out
-            return False
-        pipeline.device.check(output.device)
         last = exchange.last_call
         return known.start is None or last is None or last.done.is_set()
 
     def _repeat(
         self, operation: str, known: Known, output: torch.Tensor, input: torch.Tensor, async_op: bool
     ) -> Work | None:
-        """Make a call like an earlier one, without looking at its tensors."""
-        _check_async_op(async_op)
+        """Make a call like an earlier one."""
+        if async_op is not False:
+            _check_async_op(async_op)
         if known.build is not None:
             work: Any = self._hand_over(operation, output.device.type, known.build(output, input), not async_op)
         else:
-            assert known.start is not None
+            start = known.start_async if async_op else known.start
+            assert start is not None
             try:
-                work = known.start(output, input, async_op)
+                work = start(output, input)
             except Exception as exc:
                 raise straight.refusal(self._exchange, operation, exc) from exc
-            self._exchange.count_native(operation, known.sent_bytes, known.decision)
+            self._exchange.count_native(known)
         if async_op:
             return cast("Work", work)
         if work is not None:  # torch gives none of what is in the caller's stream already
             work.wait()
         return None
+
+    def _note(
+        self,
+        operation: str,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        more: Any,
+        build: Callable[[torch.Tensor, torch.Tensor], list[Call]],
+        in_place_at: int = -1,
+    ) -> None:
+        """Remember a coded call on a device, whose arguments were right. The host's are told of as they are issued."""
+        pipeline = self._exchange.pipelines.get(output.device.type)
+        if pipeline is not None:
+            known = Known(pipeline.device, _bytes(output), _bytes(input), in_place_at, build=build)
+            self._memory.note(operation, output, input, more, known)
 
     def _go_straight(
         self,
@@ -765,14 +784,15 @@ class Communicator:
         start: Callable[[torch.Tensor, torch.Tensor, bool], Any],
         times: float,
         async_op: bool,
-        key: Key | None = None,
+        more: Any = None,
+        in_place_at: int = -1,
     ) -> Work | None:
         """Start a call of the backend on flat tensors; what this rank sends is `times` as much as the smaller of both.
 
         Args:
             output, input: the same tensor for what is done in place.
             start: (output, input, async_op) → the backend's Work.
-            key: what to remember it by.
+            more, in_place_at: what to remember it by, and with; see Memory and Known.
         """
         _check_async_op(async_op)
         self._check_pair(output, input)
@@ -792,11 +812,13 @@ class Communicator:
         sent_bytes = words * output.element_size()
         call.straight = lambda: start(flat_out, flat_in, True)
         work = go_straight(self._exchange, call, async_op, is_strided, words, sent_bytes, reason)
-        if key is not None and output.dim() == 1 and output.numel():
+        if output.dim() == 1 and operation != "broadcast":
+            books = self._exchange.books_of(operation)
             decision = Decision("native", reason, operation, -1)
-            in_place_at = 0 if output is input else None
-            known = Known(_bytes(output), _bytes(input), in_place_at, start, None, sent_bytes, decision)
-            self._memory.note(key, known)
+            now, later = (lambda out, into: start(out, into, False)), (lambda out, into: start(out, into, True))
+            device, sizes = self._exchange.pipelines[output.device.type].device, (_bytes(output), _bytes(input))
+            known = Known(device, *sizes, in_place_at, now, later, None, books, sent_bytes, decision)
+            self._memory.note(operation, output, input, more, known)
         return cast("Work | None", work)
 
     def _probed(self, kind: str, out: torch.Tensor, words: torch.Tensor) -> Any:
@@ -935,18 +957,6 @@ class Communicator:
 
 def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _known(
-    output: torch.Tensor,
-    input: torch.Tensor,
-    build: Callable[[torch.Tensor, torch.Tensor], list[Call]],
-    in_place_at: int | None = None,
-) -> Known | None:
-    """What to remember of a coded call, whose arguments were right; None if nothing."""
-    if input.numel() == 0:
-        return None
-    return Known(_bytes(output), _bytes(input), in_place_at, build=build)
 
 
 def _hashable(op: Any) -> Any:

@@ -149,16 +149,16 @@ class CudaDevice:
                 f"tensors of one Communicator must be on one device: this one began on {self._device}, got {device}; "
                 "make another Communicator for it"
             )
-        if torch._C._cuda_getDevice() == device.index:
+        with torch.cuda.device(device):  # a stream is current on each device
             capturing = torch.cuda.is_current_stream_capturing()
-        else:
-            with torch.cuda.device(device):  # a stream is current on each device
-                capturing = torch.cuda.is_current_stream_capturing()
         if capturing:
             raise InvalidArgument(
                 "a collective cannot be captured into a CUDA graph, since the host takes part in it; "
                 "keep it out of the graph, or use the process group's own"
             )
+
+    def is_capturing(self) -> bool:
+        return torch._C._cuda_getDevice() != self._device.index or torch._C._cuda_isCurrentStreamCapturing()
 
     def on(self, stream: str) -> _On:
         return self._on[stream]

@@ -59,11 +59,14 @@ class Device(Protocol):
     def check(self, device: torch.device) -> None:
         """InvalidArgument if this is not that device, or if the current stream is being captured into a graph."""
 
+    def is_capturing(self) -> bool:
+        """False if the calling thread's current stream of the framework is not being captured, as far as is known."""
+
     def on(self, stream: str) -> AbstractContextManager[None]:
         """Everything within goes to this stream of STREAMS."""
 
     def share(self, shares: bool) -> None:
-        """Whether kernels of the stream in use leave room on the device, from now on, for what moves words meanwhile."""
+        """Whether kernels of the stream in use leave room, from now on, for those that move words meanwhile."""
 
     def mark(self) -> Event:
         """An event in the stream in use."""

@@ -40,6 +40,7 @@ from .board import Board
 from .call import Call, Heard, Refused, data_tag, nothing, phase_range, title
 from .message import Incoming, Message, Sent, dtype_text, encode_message
 from .pipeline import Pipeline
+from .repeat import Known
 from .seam import Seam
 from .transport import Control, Disconnected, Transport, Watched, is_of_the_connection
 from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
@@ -192,17 +193,17 @@ class Exchange:
             number, self._sequence = self._sequence, self._sequence + 1
             pipeline = self.pipelines.get(calls[0].device)
             here = here and pipeline is not None and self._handed == self._taken and self._baton.acquire(blocking=False)
-            for before, call in zip((None, *calls), calls, strict=False):
-                call.sequence, call.before = number, before
-                if pipeline is not None:
-                    call.issued = pipeline.device.now()
-                self.reached("issue", call)
-                call.arrivals_s[self.rank] = time.monotonic()
+            issued, now_s, before = None if pipeline is None else pipeline.device.now(), time.monotonic(), None
+            for call in calls:
+                call.sequence, call.before, call.issued = number, before, issued
+                if self.seam is not None:
+                    self.reached("issue", call)
+                call.arrivals_s[self.rank] = now_s
                 if not self.pipelines:
                     self.send_records(call)
                 if not here:
                     self._hand_over(call)
-                self.last_call = call
+                self.last_call = before = call
         if here:
             assert pipeline is not None
             try:
@@ -928,13 +929,21 @@ class Exchange:
             self.last_decision, self.last_arrivals = None, []
             self.arrived_last.clear()
 
-    def count_native(self, operation: str, sent_bytes: int, decision: Decision | None) -> None:
-        """Enter a call that went straight to the backend into the books; from any thread."""
+    def books_of(self, operation: str) -> Counter[str]:
+        """The books of an operation, until all are emptied."""
         with self._books_lock:
-            books = self.stats.setdefault(operation, Counter())
-            for key, by in (("calls", 1), ("native", 1), ("raw_bytes", sent_bytes), ("sent_bytes", sent_bytes)):
-                books[key] += by
-            self.last_decision = decision
+            return self.stats.setdefault(operation, Counter())
+
+    def count_native(self, known: Known) -> None:
+        """Enter a call that went straight to the backend into the books; from any thread."""
+        books = known.books
+        assert books is not None
+        with self._books_lock:
+            books["calls"] += 1
+            books["native"] += 1
+            books["raw_bytes"] += known.sent_bytes
+            books["sent_bytes"] += known.sent_bytes
+            self.last_decision = known.decision
 
     def count(
         self,

@@ -154,6 +154,9 @@ class ThreadDevice:
         finally:
             self._in_use.stream = before
 
+    def is_capturing(self) -> bool:
+        return self.capturing
+
     def share(self, shares: bool) -> None:
         pass
 
