@@ -208,6 +208,8 @@ class Exchange:
             assert pipeline is not None
             try:
                 for call in calls:
+                    self.send_records(call)  # of all stages: nobody then waits for those of the next
+                for call in calls:
                     self._carry_through(call, interruptible=True)
             finally:
                 self._baton.release()
