@@ -15,12 +15,12 @@ from conformance.vectors import invalid_cases, valid_cases
 from zipccl_core import Codebook, decode, encode, max_frame_bytes, read_header
 from zipccl_core.codec import cpu, exponent_histogram
 from zipccl_core.codec.cuda import jit
-from zipccl_core.codec.cuda.decode import decode_frames, frame_capacity
+from zipccl_core.codec.cuda.decode import Verdicts, decode_frames, frame_capacity, launch_decode
 from zipccl_core.codec.cuda.decode_reduce import decode_reduce
-from zipccl_core.codec.cuda.encode import encode_frames
+from zipccl_core.codec.cuda.encode import encode_frames, launch_encode, scratch_bytes
 from zipccl_core.codec.cuda.stats import DeviceCodebook, measure
 from zipccl_core.errors import CorruptFrame, InvalidArgument, TruncatedFrame, ZipcclError
-from zipccl_core.frame import static_bytes
+from zipccl_core.frame import n_blocks, static_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -275,6 +275,50 @@ def test_decode_reduce_names_the_broken_frame():
     out = torch.empty(3 * BLOCK, dtype=torch.bfloat16, device="cuda")
     with pytest.raises(CorruptFrame, match="frame 2 of 3"):
         decode_reduce([torch.from_numpy(f).cuda() for f in frames], out).check()
+
+
+def test_a_sum_of_a_frame_longer_than_its_buffer_leaves_everything_as_it_is_and_blames_that_frame():
+    """So that it can be made once the rest has come, even where the sum takes the place of a term."""
+    n = 3 * BLOCK
+    inputs = [patterns("gaussian", n, rank) for rank in range(3)]
+    own = on_device(inputs[1], "bfloat16")
+    whole = [torch.from_numpy(cpu_frame(inputs[rank], GAUSS)).cuda() for rank in (0, 2)]
+    phase_one = whole[1][: static_bytes(n)].clone()
+    with pytest.raises(TruncatedFrame):
+        decode_reduce([whole[0], own, phase_one], own).check()
+    assert np.array_equal(patterns_of(own), inputs[1])
+    decode_reduce([whole[0], own, whole[1]], own).check()
+    assert np.array_equal(patterns_of(own), ordered_sum(inputs))
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_launches_on_a_lane_of_its_own_give_the_same_bytes(dtype, shares):
+    """With few thread blocks, too, each of which then takes many tiles."""
+    n = 700 * BLOCK + 5
+    elements = patterns("gaussian", n, 3, dtype=dtype)
+    want = cpu_frame(elements, GAUSS)
+    words, out = on_device(elements, dtype), torch.full((n,), -1.5, dtype=DTYPES[dtype], device="cuda")
+    frame = torch.empty(max_frame_bytes(n, dtype), dtype=torch.uint8, device="cuda")
+    scratch = torch.empty(scratch_bytes(n_blocks(n)), dtype=torch.uint8, device="cuda")
+    rows = torch.empty((1, jit.VERDICT_BYTES // 8), dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    [lane] = jit.lend_lanes(words.device, 1)
+    lane.shares = shares
+    exponents = int.from_bytes(bytes(GAUSS.exponents), "little")
+    with lane.device.pushed():
+        for _ in range(2):  # what a launch leaves zero is what the next one needs
+            job = jit.Job(words.data_ptr(), frame.data_ptr(), n, frame.numel(), 0, exponents)
+            size = words.element_size()
+            launch_encode(lane, jit.make_table([job], words.device), size, scratch.data_ptr())
+            job = jit.Job(out.data_ptr(), frame.data_ptr(), n, frame.numel())
+            launch_decode(lane, jit.make_table([job], words.device), size, rows.data_ptr())
+    torch.cuda.synchronize()
+    assert np.array_equal(frame[: want.size].cpu().numpy(), want)
+    assert Verdicts(rows).check()[0] is not None
+    assert np.array_equal(patterns_of(out), elements)
+    jit.take_back_lanes([lane])
+    assert jit.lend_lanes(words.device, 1)[0].handle == lane.handle
 
 
 # --- Statistics -------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ __device__ __forceinline__ void decode_blocks(const JobTable& table, DecodeShare
         u8* elements = shared.elements[output];
         output = OUTPUTS == 2 ? output ^ 1 : 0;
         wait_barrier(&shared.stages.loaded[cursor.stage], cursor.parity);
-        rebuild_words<ELEMENT_BYTES, OUTPUTS - 1>(shared, place, elements, cursor.stage, block, m, codes,
+        rebuild_words<ELEMENT_BYTES, OUTPUTS - 1, true>(shared, place, elements, cursor.stage, block, m, codes,
                                                   cursor.parity, scratch, job.job);
         u64 sum = 0;
 #pragma unroll

@@ -75,12 +75,12 @@ STREAMS_A_DEVICE = 4
 # Thread blocks of 288 that must fit a multiprocessor, for bfloat16 and float32: more hide more latency, and leave each
 # thread fewer registers. sm_90 is measured (docs/PERFORMANCE.md); on the others, what fits without a spill.
 RESIDENT_BLOCKS = {
-    "sm_90": {"ENCODE": (3, 2), "DECODE": (3, 2), "REDUCE": (2, 1)},
+    "sm_90": {"ENCODE": (3, 2), "DECODE": (3, 2), "REDUCE": (3, 1)},
     "": {"ENCODE": (2, 2), "DECODE": (2, 2), "REDUCE": (2, 1)},
     "sm_100": {"ENCODE": (2, 1), "DECODE": (2, 1), "REDUCE": (1, 1)},
 }
 # Tiles of shared memory a thread block: one is worked on, the others are being loaded.
-STAGES = {"ENCODE": 2, "DECODE": 2, "REDUCE": 3}
+STAGES = {"ENCODE": 2, "DECODE": 2, "REDUCE": 2}
 
 # Multiprocessors that a launch leaves free if it is to share the device: a communication kernel, which is short of work
 # and long in time, would else be put together on a few, and be slowed down for all of its time.

@@ -177,6 +177,51 @@ __device__ __forceinline__ void join_words(const u32 (&z)[4], u32 half, const Co
     }
 }
 
+// selector[k] has the codes of words 4k to 4k + 3 in its lower 16 bits, a nibble each, as a byte permutation wants them.
+__device__ __forceinline__ void code_selectors(u32 p0, u32 p1, u32 p2, u32 (&selector)[8]) {
+    u32 z[4];
+    code_nibbles(p0, p1, p2, z);
+    exchange_index_bit<4, 0xf0f0f0f0u>(z[0], z[1]);  // byte i: the codes of words 8i, 8i + 1; of 8i + 4, 8i + 5
+    exchange_index_bit<4, 0xf0f0f0f0u>(z[2], z[3]);  // of words 8i + 2, 8i + 3; of 8i + 6, 8i + 7
+#pragma unroll
+    for (u32 i = 0; i < 4; ++i) {
+        selector[i * 2] = bytes_of(z[0], z[2], i | (4 + i) << 4);
+        selector[i * 2 + 1] = bytes_of(z[1], z[3], i | (4 + i) << 4);
+    }
+}
+
+// A codebook to join words from: each exponent is turned right by one bit within its byte. Its upper 7 bits then lie where
+// the upper byte of a word has them, and the last where the lower byte has it, so that joining takes no shifts.
+struct TurnedCodes {
+    u32 low, high;  // as in Codes
+
+    __device__ __forceinline__ TurnedCodes(u32 low, u32 high) : low(low), high(high) {}
+    __device__ __forceinline__ explicit TurnedCodes(u64 exponents) {
+        const Codes codes(exponents);
+        low = select_bits(0x80808080u, codes.low << 7, codes.low >> 1);
+        high = select_bits(0x80808080u, codes.high << 7, codes.high >> 1);
+    }
+    // An exponent, turned, in all four bytes.
+    static __device__ __forceinline__ u32 turned(u32 exponent) {
+        const u32 all = exponent * 0x01010101u;
+        return __funnelshift_r(all, all, 1);
+    }
+    // Whether what turned() returned is of one of the 7 exponents.
+    __device__ __forceinline__ bool holds(u32 all) const {
+        const u32 a = bytes_of(low, 0, 0x3211) ^ all, b = high ^ all;
+        return (((a - 0x01010101u) & ~a) | ((b - 0x01010101u) & ~b)) & 0x80808080u;
+    }
+    // The exponents, turned, of four words; 0 for an ESCAPE.
+    __device__ __forceinline__ u32 look_up(u32 selector) const { return bytes_of(low, high, selector); }
+};
+
+// Four words from their exponents, turned, and their signs and mantissas.
+__device__ __forceinline__ uint2 join_turned(u32 turned, u32 sign_mantissa) {
+    const u32 upper = select_bits(0x80808080u, sign_mantissa, turned);
+    const u32 lower = select_bits(0x80808080u, turned, sign_mantissa);
+    return make_uint2(bytes_of(lower, upper, 0x5140), bytes_of(lower, upper, 0x7362));
+}
+
 // With more escapes than this among a warp's words, its lanes pass over all of theirs: finding them one by one, a warp
 // waits for the lane with the most.
 constexpr u32 FEW_ESCAPES = 64;
@@ -193,6 +238,17 @@ __device__ __forceinline__ u32 warp_inclusive_sum(u32 x) {
         u32 y = __shfl_up_sync(~0u, x, d);
         if ((threadIdx.x & 31) >= d) x += y;
     }
+    return x;
+}
+
+// The same, in two instructions a step: a shuffle also says whether there was a lane to take from.
+__device__ __forceinline__ u32 warp_prefix_sum(u32 x) {
+#pragma unroll
+    for (u32 d = 1; d < 32; d *= 2)
+        asm volatile("{\n.reg .pred p;\n.reg .b32 y;\nshfl.sync.up.b32 y|p, %0, %1, 0, 0xffffffff;\n"
+                     "@p add.u32 %0, %0, y;\n}"
+                     : "+r"(x)
+                     : "r"(d));
     return x;
 }
 

@@ -41,7 +41,9 @@ struct BlockPlan {
     __device__ __forceinline__ bool stored() const { return packed >> 20 & 1; }
     __device__ __forceinline__ bool low() const { return packed >> 21 & 1; }
     __device__ __forceinline__ bool faulty() const { return packed >> 22 & 1; }
+    __device__ __forceinline__ bool plain() const { return packed >> 23 & 1; }  // no block of a frame: words as they are
 };
+constexpr u32 PLAN_PLAIN = 1u << 23;
 static_assert(SPILL_BYTES + 2 * BLOCK_WORDS < 1 << 16, "16 bits hold a dynamic part");
 
 // Where to load the blocks of a frame from.
@@ -217,8 +219,8 @@ __device__ __forceinline__ void take_escapes(u8* words, u32 rotation, u32 escape
 // from `elements`, but for the last PENDING committed, are waited for first.
 //
 // A warp waits for the others only to learn how many escapes precede its own: it says its number early, and asks for
-// theirs late. After it any lane may read any of the warp's elements.
-template <u32 ELEMENT_BYTES, u32 PENDING, class Shared, bool PINNED>
+// theirs late. After it any lane may read any of the warp's elements. EXPECTS_MANY escapes: takes more registers.
+template <u32 ELEMENT_BYTES, u32 PENDING, bool EXPECTS_MANY, class Shared, bool PINNED>
 __device__ __forceinline__ void rebuild_words(Shared& shared, const Place<PINNED>& place, u8* elements, u32 s,
                                               u32 block, u32 m, const Codes& codes, u32 counted_parity,
                                               ReadScratch* scratch, u32 job) {
@@ -295,7 +297,7 @@ __device__ __forceinline__ void rebuild_words(Shared& shared, const Place<PINNED
         if (plan.size() == total + low_bytes) {
             const u8* from = dynamic + before;
             u32* mine = (u32*)(elements + t * (THREAD_WORDS * ELEMENT_BYTES));
-            if (of_warp <= FEW_ESCAPES) {
+            if (!EXPECTS_MANY || of_warp <= FEW_ESCAPES) {
                 for (u32 i = lane; i < of_warp; i += 32)
                     if (codes.holds(from[i])) report_fault(scratch, job, FAULT_CANONICAL, block, from[i]);
                 from += inclusive;
