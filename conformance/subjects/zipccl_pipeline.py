@@ -34,6 +34,7 @@ class PipelineSubject(ZipcclSubject):
         made = Communicator(group, policy)
         device = ThreadDevice(PAUSE_S)
         exchange = made._exchange
+        exchange.transport.share_memory(exchange.board, exchange.rank, timeout_s)
         exchange.pipelines["cpu"] = Pipeline(exchange, device, ThreadLink(exchange.transport, device))
         weakref.finalize(exchange, device.close)
         return ZipcclCommunicator(made)

@@ -79,6 +79,7 @@ class Communicator:
         self._closed = False
         self._memory = Memory()
         if has_nccl(group):
+            self._exchange.transport.share_memory(board, self._rank, patience_s)
             device = torch.device("cuda", torch.cuda.current_device())
             self._exchange.pipelines["cuda"] = pipeline_on_cuda(self._exchange, group, device)
             if policy.compress == "auto" and self._size > 1:

@@ -52,7 +52,6 @@ _NEWS_S = 0.2
 _SWEEP_S = 0.002
 _PATIENCE_S = 0.002  # what is less late is waited for: watching transfers costs a thread each
 _SPINS, _SPINS_A_LOOK = 48, 8
-_LOOKS = 200
 _NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 EXIT_S = 5.0
 
@@ -772,24 +771,11 @@ class Exchange:
         gone = next((p for p in missing if p in self._lost), None)
         if gone is not None:
             raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
-        if self.pipelines and self._look():  # a sleep costs more than what is waited for, and keeps a device waiting
-            return
         try:
             control = self.transport.inbox.get(timeout=max(deadline - time.monotonic(), 0.001))
         except queue.Empty as exc:
             raise self.transport_failed(what, RuntimeError("timed out"), missing) from exc
         self._take(control)
-
-    def _look(self) -> bool:
-        """Take one control message if one comes within a moment, without sleeping; whether one did."""
-        for _ in range(_LOOKS):
-            try:
-                self._take(self.transport.inbox.get_nowait())
-            except queue.Empty:
-                time.sleep(0)
-            else:
-                return True
-        return False
 
     def _hear_within(self, seconds: float) -> bool:
         """Take one control message if one comes within so many seconds; whether one did."""

@@ -12,6 +12,8 @@ import contextlib
 import queue
 import threading
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -21,6 +23,7 @@ import torch.distributed as dist
 
 from ..errors import PeerError
 from .board import Board
+from .mailbox import Mailbox, connect
 from .message import Message, as_tensor
 from .wire import CONTROL_BYTES
 
@@ -29,6 +32,8 @@ _FOREVER = timedelta(days=3650)
 _FAREWELL_S = 2.0
 _CONNECT_S = 30.0
 _BYE = b"ZBYE".ljust(CONTROL_BYTES, b"\0")
+_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
+LOOKS = 200
 GROUPS = ("control", "data", "phase_two", "native")
 
 
@@ -67,6 +72,71 @@ class Control:
     lost: str = ""
 
 
+class Inbox:
+    """What has come from all peers, whichever way; taken by one thread at a time.
+
+    Attributes:
+        looks: how often it is looked for something before the thread sleeps; a sleep takes longer than most waits.
+    """
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self._queue: queue.SimpleQueue[Control] = queue.SimpleQueue()
+        self._news: Control | None = None  # taken from there, and to be told once the mailboxes are empty
+        self._boxes: list[tuple[int, Mailbox]] = []
+        self._flush: Callable[[], None] = lambda: None
+
+    def add(self, boxes: dict[int, Mailbox], flush: Callable[[], None]) -> None:
+        """Look into mailboxes too; `flush` is called before."""
+        self._boxes, self._flush = list(boxes.items()), flush
+
+    def put(self, control: Control) -> None:
+        """From any thread."""
+        self._queue.put(control)
+
+    def get_nowait(self) -> Control:
+        """The next message; queue.Empty if there is none."""
+        if not self._boxes:
+            return self._queue.get_nowait()
+        self._flush()
+        for _ in range(2):  # what a peer left before it went comes before the news that it is gone
+            for src, box in self._boxes:
+                if (found := box.take()) is not None:
+                    return Control(src, found[1], min(found[0], time.monotonic()))
+            if self._news is not None:
+                news, self._news = self._news, None
+                return news
+            self._news = self._queue.get_nowait()
+        raise AssertionError("not reached: there were news")
+
+    def get(self, timeout: float) -> Control:
+        """The next message, if it comes within so many seconds; else queue.Empty."""
+        deadline, began = time.monotonic() + timeout, time.monotonic()
+        for _ in range(self.looks):
+            with contextlib.suppress(queue.Empty):
+                return self.get_nowait()
+            time.sleep(0)
+        while self._boxes:
+            with contextlib.suppress(queue.Empty):
+                return self.get_nowait()
+            now = time.monotonic()
+            if now > deadline:
+                raise queue.Empty
+            with contextlib.suppress(queue.Empty):
+                self._news = self._queue.get(timeout=min(max(_NAP_S, (now - began) / 20), _LONGEST_NAP_S))
+        return self._queue.get(timeout=max(deadline - time.monotonic(), 0.001))
+
+
+class _Left:
+    """A message in a mailbox: nothing has to be kept for it, or waited for."""
+
+    def wait(self, timeout: timedelta) -> None:
+        pass
+
+
+_LEFT = _Left()
+
+
 class Transport:
     """Groups, listeners and the inbox.
 
@@ -80,7 +150,10 @@ class Transport:
     """
 
     def __init__(self, board: Board, rank: int, size: int, timeout_s: float) -> None:
-        self.inbox: queue.SimpleQueue[Control] = queue.SimpleQueue()
+        self.inbox = Inbox()
+        self._boxes: dict[int, Mailbox] = {}
+        self._waiting: deque[tuple[int, bytes]] = deque()  # for room in the mailboxes
+        self._box_lock = threading.Lock()
         self._peers = [r for r in range(size) if r != rank]
         self._groups: dict[str, Any] = {}
         self.listeners: list[threading.Thread] = []
@@ -125,9 +198,30 @@ class Transport:
         except RuntimeError as exc:
             _lost(peer, exc)
 
+    def share_memory(self, board: Board, rank: int, timeout_s: float) -> None:
+        """From now on, leave control messages in mailboxes where that can be, and look for them. Collective."""
+        boxes = connect(board, rank, self._peers, timeout_s)
+        self._boxes = {peer: box for peer, (box, _) in boxes.items()}
+        self.inbox.add({peer: box for peer, (_, box) in boxes.items()}, self._flush)
+        self.inbox.looks = LOOKS
+
     def send_control(self, data: bytes, peer: int) -> Any:
         """Post a control message of CONTROL_BYTES."""
-        return self.send("control", data, peer, _CONTROL_TAG)
+        if peer not in self._boxes:
+            return self.send("control", data, peer, _CONTROL_TAG)
+        if not self._groups:
+            raise Disconnected(peer, "the connections of this Communicator are closed")
+        with self._box_lock:
+            if self._waiting or not self._boxes[peer].put(data):
+                self._waiting.append((peer, data))
+        return _LEFT
+
+    def _flush(self) -> None:
+        """Leave what there was no room for."""
+        if self._waiting:
+            with self._box_lock:
+                while self._waiting and self._boxes[self._waiting[0][0]].put(self._waiting[0][1]):
+                    self._waiting.popleft()
 
     def send_message(self, message: Message, peer: int, tag: int) -> list[Any]:
         """Post both phases of a message; a Work for each."""
@@ -150,8 +244,11 @@ class Transport:
     def close(self) -> None:
         """Part from the peers: tell them, hear the same from them, free everything; bounded by 2 s."""
         with contextlib.suppress(RuntimeError):
-            farewells = [self.send_control(_BYE, peer) for peer in self._peers]
             deadline = time.monotonic() + _FAREWELL_S
+            while self._waiting and time.monotonic() < deadline:
+                self._flush()
+                time.sleep(_LONGEST_NAP_S)
+            farewells = [self.send("control", _BYE, peer, _CONTROL_TAG) for peer in self._peers]
             for listener in self.listeners:
                 listener.join(max(deadline - time.monotonic(), 0))
             # None is kept: a Work holds its group's connections, and abort() would not be their end.

@@ -44,6 +44,7 @@ class DeviceRanks(Ranks):
         super().__init__(n, policy)
         self.devices = [ThreadDevice(pause_s) for _ in range(n)]
         self.links: list[Any] = []
+        self.each(lambda rank: self._share_memory(self.comms[rank]._exchange))
         for comm, device in zip(self.comms, self.devices, strict=True):
             exchange = comm._exchange
 
@@ -55,6 +56,10 @@ class DeviceRanks(Ranks):
                 made = GlooLink(exchange.transport, device, poll)
             self.links.append(made)
             exchange.pipelines["cpu"] = Pipeline(exchange, device, made)
+
+    @staticmethod
+    def _share_memory(exchange: Any) -> None:
+        exchange.transport.share_memory(exchange.board, exchange.rank, 10.0)
 
     def pipeline(self, rank: int) -> Pipeline:
         found: Pipeline = self.comms[rank]._exchange.pipelines["cpu"]
