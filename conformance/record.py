@@ -23,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -322,21 +323,43 @@ def collectives_line() -> str:
 
 
 def run_bounded(command: list[str], env: dict[str, str], limit_s: float) -> tuple[int | None, str]:
-    """Run a command in the repository; (return code, or None if it was ended after limit_s; its output)."""
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        child = subprocess.Popen(command, cwd=ROOT, env={**os.environ, **env}, stdout=output, stderr=output)
-        code: int | None = None
+    """Run a command in the repository; (return code, or None if it was ended after limit_s; its output).
+
+    What it says goes to stderr as it comes, too: it takes minutes.
+    """
+    said: list[str] = []
+    child = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, **env},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+    def listen() -> None:
+        assert child.stdout is not None
+        with child.stdout:
+            for line in child.stdout:
+                said.append(line)
+                sys.stderr.write(line)
+                sys.stderr.flush()
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    code: int | None = None
+    try:
+        code = child.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        child.terminate()  # pytest ends its ranks
         try:
-            code = child.wait(limit_s)
+            child.wait(END_S)
         except subprocess.TimeoutExpired:
-            child.terminate()  # pytest ends its ranks
-            try:
-                child.wait(END_S)
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-        output.seek(0)
-        return code, output.read()
+            child.kill()
+            child.wait()
+    listener.join(END_S)  # others may have its output open
+    return code, "".join(said)
 
 
 def run_part(

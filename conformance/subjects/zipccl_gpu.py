@@ -13,10 +13,11 @@ pipeline on a device made of threads: they judge the mirror, on any machine.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from conformance.subject import Codec, Subject
 from conformance.subjects.zipccl import MODES, VARIANTS, ZipcclCommunicator, ZipcclSubject
 from conformance.subjects.zipccl_cuda import DeviceCodec
 from zipccl_core import Communicator, Policy
+from zipccl_core.collectives import cuda_device
+from zipccl_core.collectives.board import Board
+from zipccl_core.collectives.link import NcclLink
 
 ALIGN_BYTES = 16
 
@@ -253,6 +257,49 @@ class MirrorSubject:
         return DeviceCodec(self._device, self._device)
 
 
+class _LentLink(NcclLink):
+    """A connection that goes from a Communicator that was closed in peace to the next one of the same ranks.
+
+    NCCL takes from a third of a second to a whole one to connect and to part, and the judge makes hundreds of
+    Communicators. Each that was lent TIMES times is parted from in earnest, and so is one that was aborted.
+    """
+
+    TIMES = 16
+    idle: ClassVar[list[_LentLink]] = []
+    made: ClassVar[int] = 0
+    members: tuple[int, ...] = ()  # on the class: of the Communicator that is being made
+
+    @classmethod
+    def lend(cls, board: Board, rank: int, size: int, device: Any, index: torch.device, *how: Any) -> _LentLink:
+        """What NcclLink(...) is; collective."""
+        timeout_s, stream = how
+        found = next((link for link in cls.idle if link.members == cls.members), None)
+        numbers = board.share("idle link", -1 if found is None else found.number, timeout_s)
+        if found is not None:
+            cls.idle.remove(found)
+            if numbers == [found.number] * size:
+                found._device, found._stream = device, stream
+                return found
+            found.abort()
+        link = cls(board, rank, size, device, index, timeout_s, stream)
+        cls.made += 1
+        link.number, link.members, link.left = cls.made, cls.members, cls.TIMES
+        return link
+
+    def close(self) -> None:
+        self.left -= 1
+        if self._aborted or self.left <= 0:
+            super().close()
+        else:
+            self.idle.append(self)
+
+
+@atexit.register
+def _part() -> None:
+    for link in _LentLink.idle:
+        link.abort()
+
+
 class _OnGpu(ZipcclSubject):
     """zipccl_core with verdicts that are waited for, so that each call has its own.
 
@@ -266,11 +313,13 @@ class _OnGpu(ZipcclSubject):
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
         policy = Policy(timeout_s=timeout_s, verify="wait", **(MODES | VARIANTS)[mode or "always"])
+        _LentLink.members = tuple(dist.get_process_group_ranks(group))
         return ZipcclCommunicator(Communicator(group, policy))
 
 
 def subject() -> MirrorSubject:
     """Named by --subject zipccl_gpu."""
+    cuda_device.NcclLink = _LentLink.lend  # type: ignore[assignment,misc]
     return MirrorSubject(_OnGpu(), "cuda", "zipccl_gpu")
 
 
