@@ -31,6 +31,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.collectives import commit  # noqa: E402
+from conformance.record import sources_sha256  # noqa: E402
 from fixtures import tensors as fixture_tensors  # noqa: E402
 from zipccl_core import Codebook, max_frame_bytes  # noqa: E402
 from zipccl_core.codec.cuda import jit  # noqa: E402
@@ -64,7 +66,8 @@ def machine() -> dict[str, str]:
         "pycuda": pycuda.VERSION_TEXT,
         "compiler": jit._nvcc_version(jit.nvcc_path()) if jit.nvcc_path() else jit._nvrtc_version(),
         "python": platform.python_version(),
-        "commit": run("git", "rev-parse", "--short", "HEAD") or "unknown",
+        "commit": commit(),
+        "sources_sha256": sources_sha256(),
     }
 
 
