@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -23,7 +24,7 @@ from .point_to_point import TAGS, Channels
 from .probe import probe
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
 from .repeat import Known, Memory
-from .straight import go_straight
+from .straight import Start, go_straight
 
 LEAST_MEETING_S = 10.0
 
@@ -143,7 +144,7 @@ class Communicator:
                 "all_gather_into_tensor",
                 output_tensor,
                 input_tensor,
-                lambda out, into, is_async: straight.gather(group, out, into, is_async),
+                functools.partial(straight.gather, group),
                 self._size - 1,
                 async_op,
                 in_place_at=self._rank * _bytes(input_tensor),
@@ -208,7 +209,7 @@ class Communicator:
                 "reduce_scatter_tensor",
                 output,
                 input,
-                lambda out, into, is_async: straight.reduce_scatter(group, out, into, spec, is_async),
+                functools.partial(straight.reduce_scatter, group, spec),
                 self._size - 1,
                 async_op,
                 more,
@@ -270,7 +271,7 @@ class Communicator:
                 "all_to_all_single",
                 output,
                 input,
-                lambda out, into, is_async: straight.exchange_parts(group, out, into, is_async),
+                functools.partial(straight.exchange_parts, group),
                 (self._size - 1) / self._size,
                 async_op,
             )
@@ -364,7 +365,7 @@ class Communicator:
                 "all_reduce",
                 tensor,
                 tensor,
-                lambda out, into, is_async: straight.all_reduce(group, out, spec, is_async),
+                functools.partial(straight.all_reduce, group, spec),
                 2 * (self._size - 1) / self._size,
                 async_op,
                 more,
@@ -404,7 +405,7 @@ class Communicator:
                 "broadcast",
                 tensor,
                 tensor,
-                lambda out, into, is_async: straight.broadcast(group, out, root, is_async),
+                functools.partial(straight.broadcast, group, root),
                 others,
                 async_op,
             )
@@ -584,6 +585,7 @@ class Communicator:
             if self._exchange.broken is None:
                 self._submit("close", lambda: [Call()]).wait()
         finally:
+            self._memory.clear()  # it knows the backend's group
             self._channels.stop(self._policy.timeout_s)
             self._exchange.stop(self._policy.timeout_s)
         if (untold := self._exchange.untold) is not None:
@@ -782,7 +784,7 @@ class Communicator:
         operation: str,
         output: torch.Tensor,
         input: torch.Tensor,
-        start: Callable[[torch.Tensor, torch.Tensor, bool], Any],
+        start: Callable[[bool], Start],
         times: float,
         async_op: bool,
         more: Any = None,
@@ -792,7 +794,7 @@ class Communicator:
 
         Args:
             output, input: the same tensor for what is done in place.
-            start: (output, input, async_op) → the backend's Work.
+            start: async_op → what starts the backend's call.
             more, in_place_at: what to remember it by, and with; see Memory and Known.
         """
         _check_async_op(async_op)
@@ -811,14 +813,13 @@ class Communicator:
         call = Call(operation, device=output.device.type, finish=finish)
         reason = explain_straight(self._policy, dtype_text(output.dtype))
         sent_bytes = words * output.element_size()
-        call.straight = lambda: start(flat_out, flat_in, True)
+        call.straight = lambda: start(True)(flat_out, flat_in)
         work = go_straight(self._exchange, call, async_op, is_strided, words, sent_bytes, reason)
         if output.dim() == 1 and operation != "broadcast":
             books = self._exchange.books_of(operation)
             decision = Decision("native", reason, operation, -1)
-            now, later = (lambda out, into: start(out, into, False)), (lambda out, into: start(out, into, True))
             device, sizes = self._exchange.pipelines[output.device.type].device, (_bytes(output), _bytes(input))
-            known = Known(device, *sizes, in_place_at, now, later, None, books, sent_bytes, decision)
+            known = Known(device, *sizes, in_place_at, start(False), start(True), None, books, sent_bytes, decision)
             self._memory.note(operation, output, input, more, known)
         return cast("Work | None", work)
 

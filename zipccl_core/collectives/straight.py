@@ -6,7 +6,6 @@ is exchanged about them: they have the backend's guarantees only, and cost what 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -84,7 +83,10 @@ def refusal(exchange: Exchange, operation: str, exc: Exception) -> Exception:
     return exc
 
 
-@functools.cache
+Start = Callable[[Tensor, Tensor], Any]
+"""(output, input) → the backend's Work; None if what is waited for is in the caller's stream already."""
+
+
 def _options(kind: Any, async_op: bool) -> Any:
     """torch's options; without asyncOp the backend works on the caller's stream, and spares two events."""
     made = kind()
@@ -93,41 +95,37 @@ def _options(kind: Any, async_op: bool) -> Any:
     return made
 
 
-def gather(group: Any, output: Tensor, input: Tensor, async_op: bool) -> Any:
-    """Start the backend's all-gather of contiguous tensors."""
-    return group._allgather_base(_known(output), _known(input), _options(AllgatherOptions, async_op))
+def gather(group: Any, async_op: bool) -> Start:
+    """What starts the backend's all-gather of contiguous tensors."""
+    start, options = group._allgather_base, _options(AllgatherOptions, async_op)
+    return lambda output, input: start(_known(output), _known(input), options)
 
 
-def exchange_parts(group: Any, output: Tensor, input: Tensor, async_op: bool) -> Any:
-    """Start the backend's all-to-all of equal parts of flat tensors."""
-    return group.alltoall_base(_known(output), _known(input), [], [], _options(dist.AllToAllOptions, async_op))
+def exchange_parts(group: Any, async_op: bool) -> Start:
+    """What starts the backend's all-to-all of equal parts of flat tensors."""
+    start, options = group.alltoall_base, _options(dist.AllToAllOptions, async_op)
+    return lambda output, input: start(_known(output), _known(input), [], [], options)
 
 
-def broadcast(group: Any, tensor: Tensor, root: int, async_op: bool) -> Any:
-    """Start the backend's broadcast of a contiguous tensor."""
-    options = dist.BroadcastOptions()
+def broadcast(group: Any, root: int, async_op: bool) -> Start:
+    """What starts the backend's broadcast of a contiguous tensor."""
+    start, options = group.broadcast, _options(dist.BroadcastOptions, async_op)
     options.rootRank, options.rootTensor = root, 0
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = async_op
-    return group.broadcast([_known(tensor)], options)
+    return lambda tensor, same: start([_known(tensor)], options)
 
 
-def reduce_scatter(group: Any, output: Tensor, input: Tensor, spec: ReduceSpec, async_op: bool) -> Any:
-    """Start the backend's own reduce-scatter of contiguous tensors."""
-    options = dist.ReduceScatterOptions()
+def reduce_scatter(group: Any, spec: ReduceSpec, async_op: bool) -> Start:
+    """What starts the backend's own reduce-scatter of contiguous tensors."""
+    start, options = group._reduce_scatter_base, _options(dist.ReduceScatterOptions, async_op)
     options.reduceOp = spec.torch_op
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = async_op
-    return group._reduce_scatter_base(output, input, options)
+    return lambda output, input: start(output, input, options)
 
 
-def all_reduce(group: Any, tensor: Tensor, spec: ReduceSpec, async_op: bool) -> Any:
-    """Start the backend's own all-reduce in place."""
-    options = dist.AllreduceOptions()
+def all_reduce(group: Any, spec: ReduceSpec, async_op: bool) -> Start:
+    """What starts the backend's own all-reduce in place."""
+    start, options = group.allreduce, _options(dist.AllreduceOptions, async_op)
     options.reduceOp = spec.torch_op
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = async_op
-    return group.allreduce([tensor], options)
+    return lambda tensor, same: start([tensor], options)
 
 
 _KNOWN = {
