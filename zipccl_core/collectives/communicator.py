@@ -23,7 +23,7 @@ from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
 from .probe import probe
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
-from .repeat import Known, Memory
+from .repeat import UNREPEATABLE, Known, Memory, exchanging, gathering, overlaps, reducing, reducing_in_place
 from .straight import Start, go_straight
 
 LEAST_MEETING_S = 10.0
@@ -112,7 +112,7 @@ class Communicator:
         """
 
         known = self._memory.find("all_gather_into_tensor", output_tensor, input_tensor, None)
-        if known is not None and self._may_repeat(known):
+        if known is not None and self._may_repeat(known, async_op):
             return self._repeat("all_gather_into_tensor", known, output_tensor, input_tensor, async_op)
 
         def build() -> list[Call]:
@@ -127,17 +127,8 @@ class Communicator:
             in_place = input_tensor.is_contiguous() and input_tensor.data_ptr() == slots[self._rank].data_ptr()
             flat_in = input_tensor.detach().reshape(-1) if in_place else _flat_input(input_tensor, output_tensor)
             in_place_at = self._rank * _bytes(input_tensor)
-            self._note("all_gather_into_tensor", output_tensor, input_tensor, None, build_alike, in_place_at)
+            self._note("all_gather_into_tensor", output_tensor, input_tensor, None, gathering(self._size), in_place_at)
             return [self._gathering(flat_in, slots, n, finish)]
-
-        def build_alike(output: torch.Tensor, input: torch.Tensor) -> list[Call]:
-            n = input.numel()
-
-            def lay_out(call: Call) -> None:
-                call.sends = [input.view(-1)] * self._size
-                call.receives = list(torch.split(output.view(-1), n))
-
-            return [Call(dtype=input.dtype, total_words=n, same_for_all=True, lay_out=lay_out)]
 
         if (group := self._straight("gather", input_tensor)) is not None:
             return self._go_straight(
@@ -176,7 +167,7 @@ class Communicator:
 
         more = _hashable(op)
         known = self._memory.find("reduce_scatter_tensor", output, input, more)
-        if known is not None and self._may_repeat(known):
+        if known is not None and self._may_repeat(known, async_op):
             return self._repeat("reduce_scatter_tensor", known, output, input, async_op)
 
         def build() -> list[Call]:
@@ -192,16 +183,8 @@ class Communicator:
             shards = [flat_in.narrow(0, r * n, n) for r in range(self._size)]
             call = self._reduction(spec, shards, flat_in, flat_out, finish)
             if not call.native_reason:
-                self._note("reduce_scatter_tensor", output, input, more, build_alike)
+                self._note("reduce_scatter_tensor", output, input, more, reducing(self._size, spec))
             return [call]
-
-        def build_alike(output: torch.Tensor, input: torch.Tensor) -> list[Call]:
-            def lay_out(call: Call) -> None:
-                flat_out = output.view(-1)
-                call.sends = list(torch.split(input.view(-1), output.numel()))
-                call.receives, call.target = [flat_out] * self._size, flat_out
-
-            return [Call(dtype=input.dtype, total_words=input.numel(), spec=reduce_spec(op), lay_out=lay_out)]
 
         if (found := self._straight_reduction(output, 1, op)) is not None:
             group, spec = found
@@ -241,7 +224,7 @@ class Communicator:
 
         equal = not input_split_sizes and not output_split_sizes
         known = self._memory.find("all_to_all_single", output, input, None) if equal else None
-        if known is not None and self._may_repeat(known):
+        if known is not None and self._may_repeat(known, async_op):
             return self._repeat("all_to_all_single", known, output, input, async_op)
 
         def build() -> list[Call]:
@@ -255,16 +238,9 @@ class Communicator:
                     f"this rank's part for itself has {sends[self._rank].numel()} elements in the input "
                     f"and {receives[self._rank].numel()} in the output"
                 )
-            if equal:
-                self._note("all_to_all_single", output, input, None, build_alike)
+            if equal and output is not input:
+                self._note("all_to_all_single", output, input, None, exchanging(self._size))
             return [Call(dtype=flat_in.dtype, sends=sends, receives=receives, finish=finish)]
-
-        def build_alike(output: torch.Tensor, input: torch.Tensor) -> list[Call]:
-            def lay_out(call: Call) -> None:
-                n = input.numel() // self._size
-                call.sends, call.receives = list(torch.split(input.view(-1), n)), list(torch.split(output.view(-1), n))
-
-            return [Call(dtype=input.dtype, lay_out=lay_out)]
 
         if equal and (group := self._straight("all_to_all", input, self._size)) is not None:
             return self._go_straight(
@@ -317,7 +293,7 @@ class Communicator:
 
         more = _hashable(op)
         known = self._memory.find("all_reduce", tensor, tensor, more)
-        if known is not None and self._may_repeat(known):
+        if known is not None and self._may_repeat(known, async_op):
             return self._repeat("all_reduce", known, tensor, tensor, async_op)
 
         def build() -> list[Call]:
@@ -339,25 +315,9 @@ class Communicator:
                 native.native = lambda group, timeout: all_reduce_native(group, flat, spec, timeout)
                 return [native]
             mine = shards[self._rank]
-            self._note("all_reduce", tensor, tensor, more, build_alike)
+            self._note("all_reduce", tensor, tensor, more, reducing_in_place(self._rank, self._size, spec))
             reduction = self._reduction(spec, shards, flat, mine)
             return [reduction, self._gathering(mine, shards, n, finish)]
-
-        def build_alike(tensor: torch.Tensor, same: torch.Tensor) -> list[Call]:
-            n = tensor.numel()
-            width = -(-n // self._size)
-
-            def lay_out(reduction: Call) -> None:
-                flat = tensor.view(-1)
-                shards = [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(self._size)]
-                mine = shards[self._rank]
-                reduction.sends, gathering.receives = shards, shards
-                reduction.receives, reduction.target = [mine] * self._size, mine
-                gathering.sends = [mine] * self._size
-
-            reduction = Call(dtype=tensor.dtype, total_words=n, spec=reduce_spec(op), lay_out=lay_out)
-            gathering = Call(dtype=tensor.dtype, total_words=n, same_for_all=True)
-            return [reduction, gathering]
 
         if (found := self._straight_reduction(tensor, self._size, op)) is not None:
             group, spec = found
@@ -734,10 +694,10 @@ class Communicator:
         pipeline = pipelines.get(tensor.device.type)
         return None if pipeline is None or not pipeline.link.straight else pipeline.link.group()
 
-    def _may_repeat(self, known: Known) -> bool:
+    def _may_repeat(self, known: Known, async_op: object) -> bool:
         """Whether a call like an earlier one can be made, without looking at its tensors."""
         exchange = self._exchange
-        if self._closed or exchange.broken is not None:
+        if self._closed or exchange.broken is not None or (async_op is not True and async_op is not False):
             return False
         last = exchange.last_call
         return known.start is None or last is None or last.done.is_set()
@@ -746,8 +706,6 @@ class Communicator:
         self, operation: str, known: Known, output: torch.Tensor, input: torch.Tensor, async_op: bool
     ) -> Work | None:
         """Make a call like an earlier one."""
-        if async_op is not False:
-            _check_async_op(async_op)
         if known.build is not None:
             work: Any = self._hand_over(operation, output.device.type, known.build(output, input), not async_op)
         else:
@@ -771,7 +729,7 @@ class Communicator:
         input: torch.Tensor,
         more: Any,
         build: Callable[[torch.Tensor, torch.Tensor], list[Call]],
-        in_place_at: int = -1,
+        in_place_at: int | None = None,
     ) -> None:
         """Remember a coded call on a device, whose arguments were right. The host's are told of as they are issued."""
         pipeline = self._exchange.pipelines.get(output.device.type)
@@ -788,7 +746,7 @@ class Communicator:
         times: float,
         async_op: bool,
         more: Any = None,
-        in_place_at: int = -1,
+        in_place_at: int | None = None,
     ) -> Work | None:
         """Start a call of the backend on flat tensors; what this rank sends is `times` as much as the smaller of both.
 
@@ -801,11 +759,12 @@ class Communicator:
         self._check_pair(output, input)
         is_strided = not output.is_contiguous()
         flat_out, finish = _flat_output(output)
-        if output is input:
+        copied = is_strided or not input.is_contiguous()
+        if operation in ("all_reduce", "broadcast"):  # in place
             if is_strided:
                 flat_out.copy_(output.detach().reshape(-1))
             flat_in = flat_out
-        elif is_strided or not input.is_contiguous():
+        elif copied or overlaps(output, _bytes(output), input, _bytes(input), in_place_at):
             flat_in = _flat_input(input, output)
         else:
             flat_in = input.detach().view(-1)
@@ -815,7 +774,7 @@ class Communicator:
         sent_bytes = words * output.element_size()
         call.straight = lambda: start(True)(flat_out, flat_in)
         work = go_straight(self._exchange, call, async_op, is_strided, words, sent_bytes, reason)
-        if output.dim() == 1 and operation != "broadcast":
+        if output.dim() == input.dim() == 1 and (output is not input or operation == "all_reduce"):
             books = self._exchange.books_of(operation)
             decision = Decision("native", reason, operation, -1)
             device, sizes = self._exchange.pipelines[output.device.type].device, (_bytes(output), _bytes(input))
@@ -962,8 +921,8 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _hashable(op: Any) -> Any:
-    """What to remember a ReduceOp by: itself, but that one with a factor is another each time."""
-    return op if type(op) is dist.ReduceOp.RedOpType else object()
+    """What to remember a ReduceOp by."""
+    return op if type(op) is dist.ReduceOp.RedOpType else UNREPEATABLE
 
 
 def _check_async_op(async_op: object) -> None:
@@ -1003,10 +962,10 @@ def _flat_outputs(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], 
 
 def _by_way_of_the_host(call: Call, target: torch.Tensor, device: Device) -> tuple[torch.Tensor, Callable[[], None]]:
     """A flat host tensor to fill, and what brings it to the device, after what the caller's stream holds now."""
-    flat, issued = torch.empty(target.numel(), dtype=target.dtype), device.now()
+    flat, issued = torch.empty(target.numel(), dtype=target.dtype, device="cpu"), device.now()
 
     def finish() -> None:
-        with device.on("decode"):
+        with device.attached(), device.on("decode"):
             device.after(issued)
             device.run(lambda: target.copy_(flat.view(target.shape)))
             call.on, call.finished = device, device.mark()

@@ -23,7 +23,7 @@ from ..errors import InvalidArgument, ZipcclError
 from ..frame import FrameHeader, n_blocks
 from .device import STREAMS, Event
 from .exchange import Exchange
-from .link import GlooLink, Link, NcclLink
+from .link import GlooLink, Link, Nccl, NcclLink
 from .pipeline import Pipeline
 
 _T = TypeVar("_T")
@@ -235,13 +235,13 @@ class CudaDevice:
         return self._verdicts(rows, len(jobs))
 
     def _verdicts(self, rows: int, count: int) -> Tensor:
-        pinned = torch.empty(jit.VERDICT_BYTES * count, dtype=torch.uint8, pin_memory=True)
+        pinned = torch.empty(jit.VERDICT_BYTES * count, dtype=torch.uint8, device="cpu", pin_memory=True)
         self.lane.to_host(pinned, rows)
         return pinned
 
     def to_host(self, tensors: Sequence[Tensor]) -> _Copy:
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-        pinned = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=True)
+        pinned = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu", pin_memory=True)
         at = 0
         for tensor, size in zip(tensors, sizes, strict=True):
             self.lane.to_host(pinned[at : at + size], tensor.data_ptr())
@@ -290,8 +290,9 @@ def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch
 def _made_on_all_ranks(exchange: Exchange, device: torch.device) -> CudaDevice:
     made, trouble = None, ""
     try:
+        Nccl()
         made = CudaDevice(device)
-    except Exception as exc:  # no PyCUDA, or a driver that does not work
+    except Exception as exc:  # no PyCUDA, a driver that does not work, or another NCCL than torch's
         trouble = str(exc) or type(exc).__name__
     for rank, text in enumerate(exchange.board.share("device", trouble, exchange.policy.timeout_s)):
         if text:

@@ -187,34 +187,58 @@ class Exchange:
             here: the caller waits for them at once. Those on a device it then carries through itself, if nothing is
                 before them: to wake another thread, and to be woken, takes longer than much of the rest.
         """
-        with self._lock:
-            self.check_open(calls[0].operation)
-            number, self._sequence = self._sequence, self._sequence + 1
-            pipeline = self.pipelines.get(calls[0].device)
-            here = here and pipeline is not None and self._handed == self._taken and self._baton.acquire(blocking=False)
-            issued, now_s, before = None if pipeline is None else pipeline.device.now(), time.monotonic(), None
-            for call in calls:
-                call.sequence, call.before, call.issued = number, before, issued
-                if self.seam is not None:
-                    self.reached("issue", call)
-                call.arrivals_s[self.rank] = now_s
-                if not self.pipelines:
-                    self.send_records(call)
-                if not here:
-                    self._hand_over(call)
-                self.last_call = before = call
-        if here:
-            assert pipeline is not None
-            try:
+        taken = False
+        try:
+            with self._lock:
+                self.check_open(calls[0].operation)
+                pipeline = self.pipelines.get(calls[0].device)
+                issued = None if pipeline is None else pipeline.device.now()
+                taken = here and pipeline is not None and self._may_carry_here()
+                number, self._sequence = self._sequence, self._sequence + 1
+                now_s, before = time.monotonic(), None
+                for call in calls:
+                    call.sequence, call.before, call.issued = number, before, issued
+                    if self.seam is not None:
+                        self.reached("issue", call)
+                    call.arrivals_s[self.rank] = now_s
+                    if not self.pipelines:
+                        self.send_records(call)
+                    if not taken:
+                        self._hand_over(call)
+                    self.last_call = before = call
+            if taken:
                 for call in calls:
                     self.send_records(call)  # of all stages: nobody then waits for those of the next
                 for call in calls:
                     self._carry_through(call, interruptible=True)
-            finally:
+        except BaseException as exc:  # the peers must know, and whoever waits
+            if taken:
+                self._end_unfinished(calls, exc)
+            raise
+        finally:
+            if taken:
                 self._baton.release()
-            if self._dozing and pipeline.busy:
-                self._calls.put(_WAKE)
+        if taken and pipeline is not None and self._dozing and pipeline.busy:
+            self._calls.put(_WAKE)
         return Work(calls)
+
+    def _may_carry_here(self) -> bool:
+        """Whether the calling thread may carry calls through; if so, it has the baton.
+
+        Nothing may be before them, and torch must do in this thread what it does in any other.
+        """
+        modes = torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack()
+        if modes or torch.is_inference_mode_enabled() or self._handed != self._taken:
+            return False
+        return self._baton.acquire(blocking=False)
+
+    def _end_unfinished(self, calls: Sequence[Call], exc: BaseException) -> None:
+        """End calls that were numbered, and that nobody will carry through, with an error that the peers hear of."""
+        for call in calls:
+            if call.sequence >= 0 and not call.done.is_set():
+                text = f"rank {self.rank} failed in {title(call)}: {type(exc).__name__}: {exc}"
+                call.error = again(self.broken or self.give_up(PeerError(text), exc))
+                self._let_go(call)
 
     def _hand_over(self, call: Call) -> None:
         self._handed += 1
@@ -314,12 +338,16 @@ class Exchange:
         finally:
             if failed and call.error is None:  # giving up failed as well
                 call.error = self.broken or PeerError(f"rank {self.rank} failed in {title(call)}")
-            call.control_sends, call.send_failure = [], None
             self._free_s = time.monotonic()
-            call.finish = nothing  # let go of the caller's tensors
-            call.sends, call.receives, call.messages, call.native, call.before = [], [], {}, None, None
-            call.target = call.issued = call.straight = call.lay_out = None
-            call.done.set()
+            self._let_go(call)
+
+    def _let_go(self, call: Call) -> None:
+        """A call is over: let go of the caller's tensors, and of who waits."""
+        call.control_sends, call.send_failure = [], None
+        call.finish = nothing
+        call.sends, call.receives, call.messages, call.native, call.before = [], [], {}, None, None
+        call.target = call.issued = call.straight = call.lay_out = None
+        call.done.set()
 
     def _next(self) -> Call | None:
         """The next call, None for the end; looks after what devices are busy with meanwhile."""

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..errors import InvalidArgument
 from .board import Board
 from .device import Device, Event, HostCopy
 from .transport import Transport
@@ -96,7 +97,7 @@ class NcclLink:
         self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._backend)
         # All ranks must connect at once, and in the first post that could not be said: some may have nothing to send.
         self._backend.eager_connect_single_device(index)
-        self._nccl, self._communicator = _Nccl(), ctypes.c_void_p(self._backend._comm_ptr())  # type: ignore[attr-defined]
+        self._nccl = Nccl()
         self._device, self._stream = device, stream
         self._aborted = False
         self._lock = threading.Lock()
@@ -107,7 +108,8 @@ class NcclLink:
         with self._lock:
             if self._aborted:
                 raise dist.DistBackendError("the connections of this Communicator are closed")
-            self._nccl.exchange(self._communicator, sends, receives, self._stream())
+            communicator = self._backend._comm_ptr()  # type: ignore[attr-defined]  # torch may have given it up
+            self._nccl.exchange(communicator, sends, receives, self._stream())
         return _Ordered(self._device, self._device.mark())
 
     def group(self) -> Any:
@@ -133,17 +135,28 @@ class NcclLink:
         return first
 
 
-class _Nccl:
+class Nccl:
     """Grouped sends and receives on a communicator of torch's, on a stream of our own: torch's cost ten times as much
     of the host's time, for streams, events and a watchdog that the pipeline has itself.
 
     https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/api/p2p.html
+
+    Raises:
+        InvalidArgument: torch's NCCL cannot be reached so.
     """
 
-    _UINT8 = 1
+    _UINT8, _IN_PROGRESS = 1, 7
 
     def __init__(self) -> None:
         library = ctypes.CDLL("libnccl.so.2")  # the one that torch has loaded
+        version = ctypes.c_int()
+        library.ncclGetVersion(ctypes.byref(version))
+        major, minor, patch = torch.cuda.nccl.version()[:3]  # type: ignore[no-untyped-call]
+        if version.value != 10000 * major + 100 * minor + patch:
+            raise InvalidArgument(
+                f"Communicator: torch has NCCL {major}.{minor}.{patch}, and libnccl.so.2 is {version.value}; use a "
+                "torch that loads NCCL as a library, and the same one"
+            )
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
         self._start, self._end = library.ncclGroupStart, library.ncclGroupEnd
         self._send, self._recv = library.ncclSend, library.ncclRecv
@@ -152,9 +165,7 @@ class _Nccl:
         self._error = library.ncclGetLastError
         self._error.argtypes, self._error.restype = [pointer], ctypes.c_char_p
 
-    def exchange(
-        self, communicator: ctypes.c_void_p, sends: Sequence[Piece], receives: Sequence[Piece], stream: int
-    ) -> None:
+    def exchange(self, communicator: int, sends: Sequence[Piece], receives: Sequence[Piece], stream: int) -> None:
         """All of it in one group; DistBackendError if NCCL refuses."""
         failed = self._start()
         for function, pieces in ((self._send, sends), (self._recv, receives)):
@@ -163,6 +174,8 @@ class _Nccl:
         ended = self._end()
         if failed or ended:
             why = (self._error(communicator) or b"").decode(errors="replace")
+            if self._IN_PROGRESS in (failed, ended):
+                why = "the communicator does not block; unset TORCH_NCCL_USE_COMM_NONBLOCKING"
             raise dist.DistBackendError(f"NCCL error {failed or ended}: {why}")
 
 
@@ -204,15 +217,16 @@ class GlooLink:
 
     def __init__(self, transport: Transport, device: Device, poll: Callable[[Callable[[], bool], float], None]) -> None:
         self._transport, self._device, self._poll = transport, device, poll
+        self._copies: list[tuple[int, HostCopy]] = []  # those of the latest post live on, lest it is given up half-way
 
     def post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float) -> Posted:
         arrivals = []
         for peer, data in receives:
-            buffer = torch.empty(data.numel(), dtype=torch.uint8)
+            buffer = torch.empty(data.numel(), dtype=torch.uint8, device="cpu")
             arrivals.append((data, buffer, self._transport.recv("data", buffer, peer, tag)))
-        copies: list[tuple[int, HostCopy]] = [(peer, self._device.to_host([data])) for peer, data in sends]
+        self._copies = [(peer, self._device.to_host([data])) for peer, data in sends]
         departures = []
-        for peer, copy in copies:
+        for peer, copy in self._copies:
             self._poll(copy.query, deadline)
             departures.append(self._transport.send("data", copy.tensor(), peer, tag))
         return _Carried(self._device, arrivals, departures)

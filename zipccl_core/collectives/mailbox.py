@@ -72,12 +72,17 @@ def connect(board: Board, rank: int, peers: Sequence[int], timeout_s: float) -> 
     """
     size = _TOKEN_BYTES + _LINE_BYTES + len(peers) * _BOX_BYTES
     path, token, own = _make(size)
-    told = board.share("mailbox", [path, token.hex()], timeout_s)
-    boxes_of = {peer: _open(told[peer][0], bytes.fromhex(told[peer][1]), size) for peer in peers} if path else {}
-    opened = board.share("mailbox opened", [peer for peer, memory in boxes_of.items() if memory is not None], timeout_s)
-    if path:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
+    boxes_of: dict[int, mmap.mmap | None] = {}
+    try:
+        told = board.share("mailbox", [path, token.hex()], timeout_s)
+        if path:
+            boxes_of = {peer: _open(told[peer][0], bytes.fromhex(told[peer][1]), size) for peer in peers}
+        mine = [peer for peer, memory in boxes_of.items() if memory is not None]
+        opened = board.share("mailbox opened", mine, timeout_s)
+    finally:
+        if path:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
     found: dict[int, tuple[Mailbox, Mailbox]] = {}
     for peer in peers:
         memory = boxes_of.get(peer)

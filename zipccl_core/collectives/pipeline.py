@@ -59,7 +59,7 @@ class _Message:
 
     flat: Tensor
     chunks: tuple[Chunk, ...] = ()
-    buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
+    buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     frames: tuple[tuple[int, int], ...] = ()
     escapes: int = 0
 
@@ -606,11 +606,10 @@ class Pipeline:
         with self.device.on("move"):
             for posted in arrivals:
                 self._arrive(call, posted, deadline)
-            moved = self.device.mark()
-        self._exchange.poll(moved.query, deadline, title(call), self._exchange.peers)
-        with self.device.on("decode"):
-            done = self.device.mark()
-        self._exchange.poll(done.query, deadline, title(call), self._exchange.peers)
+        for stream in STREAMS:
+            with self.device.on(stream):
+                done = self.device.mark()
+            self._exchange.poll(done.query, deadline, title(call), self._exchange.peers)
         self._exchange.end_transfers(call, [], deadline)
 
     def _post(self, call: Call, out: list[Piece], into: list[Piece], deadline: float) -> Posted:

@@ -13,14 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..policy.switch import Decision
 from .call import Call
 from .device import Device
+from .reduce import ReduceSpec
 
 Key = tuple[Any, ...]
 MOST = 4096
+UNREPEATABLE = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +33,7 @@ class Known:
     Attributes:
         device: of the tensors.
         output_bytes, input_bytes: of the tensors.
-        in_place_at: where in the output the input may be, in bytes; -1 if nowhere.
+        in_place_at: where in the output the input may be, in bytes; None if nowhere.
         start: (output, input) → the backend's Work, or None, if it goes straight to the backend and is waited for.
         start_async: the same if it is not waited for.
         build: (output, input) → the calls of one that is coded, which lay out their tensors later; else None.
@@ -40,7 +43,7 @@ class Known:
     device: Device
     output_bytes: int
     input_bytes: int
-    in_place_at: int = -1
+    in_place_at: int | None = None
     start: Callable[[Tensor, Tensor], Any] | None = None
     start_async: Callable[[Tensor, Tensor], Any] | None = None
     build: Callable[[Tensor, Tensor], list[Call]] | None = None
@@ -65,22 +68,27 @@ class Memory:
         if type(output) is not Tensor or type(input) is not Tensor:
             return None
         known = self._known.get(_key(operation, output, input, more))
-        if known is None or not output.is_contiguous() or output.requires_grad:
+        if known is None or not output.is_contiguous() or output.requires_grad or output.is_neg():
             return None
         if output is not input:
-            if not input.is_contiguous() or input.requires_grad:
+            if not input.is_contiguous() or input.requires_grad or input.is_neg():
                 return None
-            to, source = output.data_ptr(), input.data_ptr()
-            apart = source >= to + known.output_bytes or to >= source + known.input_bytes
-            if not apart and source != to + known.in_place_at:
+            if overlaps(output, known.output_bytes, input, known.input_bytes, known.in_place_at):
                 return None
         return None if known.device.is_capturing() else known
 
     def note(self, operation: str, output: Tensor, input: Tensor, more: Any, known: Known) -> None:
-        """Remember a call whose arguments are right, unless others with its key may be different."""
+        """Remember a call whose arguments are right, unless others with its key may be different.
+
+        Args:
+            more: as for find; UNREPEATABLE if no other call is like this one.
+        """
         plain = type(output) is Tensor and type(input) is Tensor and not output.dtype.is_complex
-        if not plain or input.numel() <= 1 or not (output.is_contiguous() and input.is_contiguous()):
+        if not plain or more is UNREPEATABLE or input.numel() <= 1:
             return  # one element counts as contiguous, whatever it is a view of
+        if not (output.is_contiguous() and input.is_contiguous()):
+            return
+        self._known.pop(_key(operation, output, input, more), None)  # so that the oldest is the first
         while len(self._known) >= MOST:
             del self._known[next(iter(self._known))]
         self._known[_key(operation, output, input, more)] = known
@@ -95,3 +103,83 @@ def _key(operation: str, output: Tensor, input: Tensor, more: Any) -> Key:
         return operation, output.shape, output.dtype, output.get_device(), more
     where = output.get_device(), input.get_device()
     return operation, output.shape, input.shape, output.dtype, input.dtype, where, more
+
+
+def overlaps(output: Tensor, output_bytes: int, input: Tensor, input_bytes: int, in_place_at: int | None) -> bool:
+    """Whether contiguous tensors of so many bytes share memory, other than in place."""
+    to, source = output.data_ptr(), input.data_ptr()
+    if source >= to + output_bytes or to >= source + input_bytes:
+        return False
+    return in_place_at is None or source != to + in_place_at
+
+
+# Calls whose tensors are known to be right, and are laid out by whoever carries them through. They hold the tensors as
+# they are now, whatever the caller makes of its own afterwards.
+
+
+def gathering(size: int) -> Callable[[Tensor, Tensor], list[Call]]:
+    """(output, input) → an all-gather among so many ranks."""
+
+    def build(output: Tensor, input: Tensor) -> list[Call]:
+        flat_out, flat_in, n = output.detach(), input.detach(), input.numel()
+
+        def lay_out(call: Call) -> None:
+            call.sends = [flat_in.view(-1)] * size
+            call.receives = list(torch.split(flat_out.view(-1), n))
+
+        return [Call(dtype=input.dtype, total_words=n, same_for_all=True, lay_out=lay_out)]
+
+    return build
+
+
+def exchanging(size: int) -> Callable[[Tensor, Tensor], list[Call]]:
+    """(output, input) → an all-to-all of equal parts among so many ranks."""
+
+    def build(output: Tensor, input: Tensor) -> list[Call]:
+        flat_out, flat_in, n = output.detach(), input.detach(), input.numel() // size
+
+        def lay_out(call: Call) -> None:
+            call.sends = list(torch.split(flat_in.view(-1), n))
+            call.receives = list(torch.split(flat_out.view(-1), n))
+
+        return [Call(dtype=input.dtype, lay_out=lay_out)]
+
+    return build
+
+
+def reducing(size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Call]]:
+    """(output, input) → an ordered reduce-scatter among so many ranks."""
+
+    def build(output: Tensor, input: Tensor) -> list[Call]:
+        target, flat_in, n = output.detach(), input.detach(), output.numel()
+
+        def lay_out(call: Call) -> None:
+            call.target = target.view(-1)
+            call.sends = list(torch.split(flat_in.view(-1), n))
+            call.receives = [call.target] * size
+
+        return [Call(dtype=input.dtype, total_words=input.numel(), spec=spec, lay_out=lay_out)]
+
+    return build
+
+
+def reducing_in_place(rank: int, size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Call]]:
+    """(tensor, the same) → an ordered reduce-scatter among so many ranks, and a gathering of the sums."""
+
+    def build(tensor: Tensor, same: Tensor) -> list[Call]:
+        whole, n = tensor.detach(), tensor.numel()
+        width = -(-n // size)
+
+        def lay_out(reduction: Call) -> None:
+            flat = whole.view(-1)
+            shards = [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(size)]
+            mine = shards[rank]
+            reduction.sends, of_sums.receives = shards, shards
+            reduction.receives, reduction.target = [mine] * size, mine
+            of_sums.sends = [mine] * size
+
+        reduction = Call(dtype=tensor.dtype, total_words=n, spec=spec, lay_out=lay_out)
+        of_sums = Call(dtype=tensor.dtype, total_words=n, same_for_all=True)
+        return [reduction, of_sums]
+
+    return build

@@ -265,7 +265,7 @@ class Transport:
         for group in groups.values() if hurry else ():
             for peer in self._peers:  # the first that is still connected will do: its time-out closes all connections
                 with contextlib.suppress(RuntimeError):
-                    nothing = torch.empty(1, dtype=torch.uint8)
+                    nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
                     group.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
         # A group's destructor waits for its event loop, about 25 ms of idleness: all together, not one by one.
         droppers = [threading.Thread(target=groups.pop, args=(name,), daemon=True) for name in list(groups)]
