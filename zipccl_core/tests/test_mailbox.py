@@ -21,6 +21,7 @@ from zipccl_core.collectives.board import Board
 from zipccl_core.collectives.mailbox import SLOTS, Mailbox, connect
 from zipccl_core.collectives.transport import Control, Inbox, Transport
 from zipccl_core.collectives.wire import CONTROL_BYTES
+from zipccl_core.errors import RankTimeout
 
 needs_order = pytest.mark.skipif(
     mailbox_module.platform.machine() not in mailbox_module._ORDERED, reason="this machine has no mailboxes"
@@ -102,8 +103,8 @@ def test_one_thread_reads_what_another_writes_at_the_same_time():
 
 @needs_order
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_every_pair_has_boxes_of_its_own_and_no_file_is_left(n):
-    before = set(os.listdir(mailbox_module._FOLDER))
+def test_every_pair_has_boxes_of_its_own_and_no_file_is_left(n, monkeypatch, tmp_path):
+    monkeypatch.setattr(mailbox_module, "_FOLDER", str(tmp_path))
     found = connected(n)
     for rank in range(n):
         for peer, (to, _) in found[rank].items():
@@ -115,7 +116,15 @@ def test_every_pair_has_boxes_of_its_own_and_no_file_is_left(n):
             assert taken is not None
             assert number_of(taken[1]) == 100 * peer + rank
             assert come.take() is None
-    assert not [name for name in set(os.listdir(mailbox_module._FOLDER)) - before if name.startswith("zipccl-")]
+    assert not os.listdir(tmp_path)
+
+
+@needs_order
+def test_no_file_is_left_if_a_peer_never_comes(monkeypatch, tmp_path):
+    monkeypatch.setattr(mailbox_module, "_FOLDER", str(tmp_path))
+    with pytest.raises(RankTimeout):
+        connect(boards(2)[0], 0, [1], 0.3)
+    assert not os.listdir(tmp_path)
 
 
 @needs_order
