@@ -15,8 +15,8 @@ after all ranks have met; a call's time is that of its slowest rank (zipccl_core
 on CUDA by events around several synchronous calls back to back, divided by their number). Policies have
 reduction="native": a reduction that is not coded is the backend's own, whose bits are not promised and not checked;
 figures are medians over rounds, spreads third quartile minus first. `host_issue_us` is the host's time in the issuing
-call with async_op=True, `host_wait_us` that in wait(); on CUDA some 5 ms of work are queued ahead, so that a call that
-waits for the device shows.
+call with async_op=True, `host_wait_us` that in wait(), each the median on the rank where that is longest; on CUDA some
+5 ms of work are queued ahead, so that a call that waits for the device shows.
 """
 
 from __future__ import annotations
@@ -192,8 +192,8 @@ def measure(
         wrong[name] = 0 if own and operation.sums else int(differ)
 
     taken = {name: bench.slowest(values) for name, values in times.items()}
-    issue = {name: statistics.median(bench.slowest([pair[0] for pair in pairs])) for name, pairs in host.items()}
-    wait = {name: statistics.median(bench.slowest([pair[1] for pair in pairs])) for name, pairs in host.items()}
+    issue = {name: bench.slowest([statistics.median(pair[0] for pair in pairs)])[0] for name, pairs in host.items()}
+    wait = {name: bench.slowest([statistics.median(pair[1] for pair in pairs)])[0] for name, pairs in host.items()}
     native_us = statistics.median(taken["native"])
     rows = []
     for policy, comm in comms.items():

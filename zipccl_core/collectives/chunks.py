@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 from ..frame import BLOCK_WORDS, ELEMENT_BYTES, align128, max_frame_bytes, static_bytes
@@ -31,7 +30,6 @@ class Chunk:
     capacity_bytes: int
 
 
-@functools.lru_cache(maxsize=4096)
 def chunks_of(policy: Policy, n: int, dtype: str) -> tuple[Chunk, ...]:
     """The chunks of a coded message of n elements: as few as CHUNK_BYTES allows, all but the last equally long.
 

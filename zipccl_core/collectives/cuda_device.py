@@ -56,6 +56,9 @@ class _Copy:
     def query(self) -> bool:
         return bool(self._event.query())  # type: ignore[no-untyped-call]
 
+    def read(self) -> bytes:
+        return self._pinned.numpy().tobytes()
+
     def tensor(self) -> Tensor:
         return self._pinned
 

@@ -37,8 +37,11 @@ class HostCopy(Protocol):
     def query(self) -> bool:
         """Whether they are here; never waits."""
 
+    def read(self) -> bytes:
+        """They; only after query() was true."""
+
     def tensor(self) -> Tensor:
-        """[n] uint8, cpu; only after query() was true."""
+        """[n] uint8, cpu: the same without a copy, as long as this lives; only after query() was true."""
 
 
 class Device(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,7 @@ def raw_view(flat: torch.Tensor) -> torch.Tensor:
     return flat.view(torch.uint8)
 
 
+@functools.cache
 def dtype_text(dtype: torch.dtype) -> str:
     """The dtype's name without "torch."."""
     return str(dtype).removeprefix("torch.")

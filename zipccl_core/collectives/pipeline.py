@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zipccl")
 
+_MOST_LAYOUTS = 4096
 _QUIET_S = 2.0
 _QUIET_NAP_S = 0.001
 _SIZE_DIGEST_ESCAPES = struct.Struct(f"<16x3Q{HEADER_BYTES - 40}x")  # of a frame header that this rank has made
@@ -55,6 +56,7 @@ class _Message:
         buffer: of its frames, and of a reduction's terms that come uncoded; empty else.
         frames: bytes and digest of each chunk's frame, once they are known.
         escapes: in them, of a message that goes.
+        in_books: what `sent` has said.
     """
 
     flat: Tensor
@@ -62,6 +64,7 @@ class _Message:
     buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
     frames: tuple[tuple[int, int], ...] = ()
     escapes: int = 0
+    in_books: Sent | None = None
 
     @property
     def coded(self) -> bool:
@@ -94,6 +97,12 @@ class _Message:
         return self.buffer[chunk.at : chunk.at + size]
 
     def sent(self) -> Sent:
+        """For the books, once the sizes are known."""
+        if self.in_books is None:
+            self.in_books = self._sent()
+        return self.in_books
+
+    def _sent(self) -> Sent:
         raw_bytes, n = self.flat.numel() * self.flat.element_size(), self.flat.numel()
         if not self.coded:
             return Sent(raw_bytes, raw_bytes, n)
@@ -136,6 +145,7 @@ class Pipeline:
         self._exchange, self.device, self.link = exchange, device, link
         self.pool = Pool(device.empty)
         self._in_flight: deque[_InFlight] = deque()
+        self._chunks: dict[tuple[int, torch.dtype], tuple[Chunk, ...]] = {}
         self._kept: list[Any] = []  # what must live until the device is done with the call in hand
         self._abandoned: list[Any] = []  # of calls that failed for good, until close()
         self._wrong: ZipcclError | None = None
@@ -321,7 +331,7 @@ class Pipeline:
             made = _Message(flat)
             n_bytes = flat.numel() * flat.element_size()
             if not call.paused and exchange.codes_on_device(call.kind, dtype_text(flat.dtype), n_bytes):
-                made.chunks = chunks_of(exchange.policy, flat.numel(), dtype_text(flat.dtype))
+                made.chunks = self._chunks_of(flat)
             if made.coded or (is_term and is_incoming):
                 sizes.append(buffer_bytes(made.chunks) if made.coded else flat.numel() * flat.element_size())
                 wanting.append(made)
@@ -344,6 +354,15 @@ class Pipeline:
                 n_bytes = made.flat.numel() * made.flat.element_size()
                 made.flat = buffer[:n_bytes].view(made.flat.dtype)
         return outgoing, incoming, buffers, buffers[-1] if scratch_bytes else None
+
+    def _chunks_of(self, flat: Tensor) -> tuple[Chunk, ...]:
+        key = flat.numel(), flat.dtype
+        found = self._chunks.get(key)
+        if found is None:
+            if len(self._chunks) >= _MOST_LAYOUTS:
+                self._chunks.clear()
+            found = self._chunks[key] = chunks_of(self._exchange.policy, flat.numel(), dtype_text(flat.dtype))
+        return found
 
     def _launches(self, outgoing: dict[int, _Message]) -> list[list[int]]:
         """How many words each chunk has that is encoded in one launch, for every launch of a call."""
@@ -419,7 +438,7 @@ class Pipeline:
         messages = self._distinct(outgoing)
         if headers is not None:
             exchange.poll(headers.query, deadline, title(call), [exchange.rank])
-            made = _SIZE_DIGEST_ESCAPES.iter_unpack(headers.tensor().numpy().tobytes())
+            made = _SIZE_DIGEST_ESCAPES.iter_unpack(headers.read())
             for m in messages:
                 mine = [next(made) for _ in m.chunks]
                 m.frames = tuple((frame_bytes, digest) for frame_bytes, digest, _ in mine)

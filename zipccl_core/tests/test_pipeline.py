@@ -85,11 +85,8 @@ def make() -> Iterator[Callable[..., DeviceRanks]]:
 
 
 @pytest.fixture
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunks, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
-    chunks_of.cache_clear()
-    yield
-    chunks_of.cache_clear()
 
 
 def data(n: int, seed: int, dtype: torch.dtype = torch.bfloat16, wild: bool = False) -> torch.Tensor:

@@ -85,6 +85,9 @@ class Copy(Event):
         super().__init__()
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
+    def read(self) -> bytes:
+        return self.tensor().numpy().tobytes()
+
     def tensor(self) -> Tensor:
         assert self.query(), "read before it was there"
         return self.bytes
