@@ -997,6 +997,8 @@ def _after(first: Refused | None, second: Refused | None) -> Refused | None:
 
 def is_stale(data: bytes, sequence: int) -> bool:
     """Whether a call record is of a stage that was not made, since the stage before it had failed."""
+    if CallRecord.sequence_of(data) >= sequence:
+        return False
     try:
         return CallRecord.parse(data).sequence < sequence
     except ZipcclError:

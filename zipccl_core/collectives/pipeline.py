@@ -18,7 +18,7 @@ import logging
 import struct
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +46,9 @@ _QUIET_NAP_S = 0.001
 _SIZE_DIGEST_ESCAPES = struct.Struct(f"<16x3Q{HEADER_BYTES - 40}x")  # of a frame header that this rank has made
 
 
+_NO_BUFFER = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+
 @dataclass
 class _Message:
     """What goes to, or comes from, one peer; or to several, if they get the same.
@@ -61,7 +64,7 @@ class _Message:
 
     flat: Tensor
     chunks: tuple[Chunk, ...] = ()
-    buffer: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8, device="cpu"))
+    buffer: Tensor = _NO_BUFFER
     frames: tuple[tuple[int, int], ...] = ()
     escapes: int = 0
     in_books: Sent | None = None

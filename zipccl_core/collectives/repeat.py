@@ -68,10 +68,10 @@ class Memory:
         if type(output) is not Tensor or type(input) is not Tensor:
             return None
         known = self._known.get(_key(operation, output, input, more))
-        if known is None or not output.is_contiguous() or output.requires_grad or output.is_neg():
+        if known is None or not output.is_contiguous() or output.requires_grad:
             return None
         if output is not input:
-            if not input.is_contiguous() or input.requires_grad or input.is_neg():
+            if not input.is_contiguous() or input.requires_grad:
                 return None
             if overlaps(output, known.output_bytes, input, known.input_bytes, known.in_place_at):
                 return None
@@ -113,6 +113,10 @@ def overlaps(output: Tensor, output_bytes: int, input: Tensor, input_bytes: int,
     return in_place_at is None or source != to + in_place_at
 
 
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 1 else tensor.view(-1)
+
+
 # Calls whose tensors are known to be right, and are laid out by whoever carries them through. They hold the tensors as
 # they are now, whatever the caller makes of its own afterwards.
 
@@ -124,8 +128,8 @@ def gathering(size: int) -> Callable[[Tensor, Tensor], list[Call]]:
         flat_out, flat_in, n = output.detach(), input.detach(), input.numel()
 
         def lay_out(call: Call) -> None:
-            call.sends = [flat_in.view(-1)] * size
-            call.receives = list(torch.split(flat_out.view(-1), n))
+            call.sends = [_flat(flat_in)] * size
+            call.receives = list(torch.split(_flat(flat_out), n))
 
         return [Call(dtype=input.dtype, total_words=n, same_for_all=True, lay_out=lay_out)]
 
@@ -139,8 +143,8 @@ def exchanging(size: int) -> Callable[[Tensor, Tensor], list[Call]]:
         flat_out, flat_in, n = output.detach(), input.detach(), input.numel() // size
 
         def lay_out(call: Call) -> None:
-            call.sends = list(torch.split(flat_in.view(-1), n))
-            call.receives = list(torch.split(flat_out.view(-1), n))
+            call.sends = list(torch.split(_flat(flat_in), n))
+            call.receives = list(torch.split(_flat(flat_out), n))
 
         return [Call(dtype=input.dtype, lay_out=lay_out)]
 
@@ -154,8 +158,8 @@ def reducing(size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Cal
         target, flat_in, n = output.detach(), input.detach(), output.numel()
 
         def lay_out(call: Call) -> None:
-            call.target = target.view(-1)
-            call.sends = list(torch.split(flat_in.view(-1), n))
+            call.target = _flat(target)
+            call.sends = list(torch.split(_flat(flat_in), n))
             call.receives = [call.target] * size
 
         return [Call(dtype=input.dtype, total_words=input.numel(), spec=spec, lay_out=lay_out)]
@@ -171,7 +175,7 @@ def reducing_in_place(rank: int, size: int, spec: ReduceSpec) -> Callable[[Tenso
         width = -(-n // size)
 
         def lay_out(reduction: Call) -> None:
-            flat = whole.view(-1)
+            flat = _flat(whole)
             shards = [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(size)]
             mine = shards[rank]
             reduction.sends, of_sums.receives = shards, shards

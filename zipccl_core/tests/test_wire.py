@@ -81,3 +81,9 @@ def test_a_disagreement_names_the_pair_and_what(peer: CallRecord, words: str) ->
 def test_records_that_fit_agree() -> None:
     peer = CallRecord(7, "reduce_scatter_tensor", 4, "bfloat16", "premul_sum", 0x3F000000, 6, 5)
     assert RECORD.disagreement(peer) == ""
+
+
+@pytest.mark.parametrize("sequence", [0, 1, 2**40 + 3])
+def test_the_sequence_is_where_it_is_looked_for_without_parsing(sequence: int) -> None:
+    record = CallRecord(sequence, "all_reduce", 3)
+    assert CallRecord.sequence_of(record.pack()) == sequence == CallRecord.parse(record.pack()).sequence
