@@ -84,7 +84,10 @@ def refusal(exchange: Exchange, operation: str, exc: Exception) -> Exception:
 
 
 Start = Callable[[Tensor, Tensor], Any]
-"""(output, input) → the backend's Work; None if what is waited for is in the caller's stream already."""
+"""(output, input) → the backend's Work; None if what is waited for is in the caller's stream already.
+
+Asks nothing of the backend's group before it is called.
+"""
 
 
 def _options(kind: Any, async_op: bool) -> Any:
@@ -97,35 +100,35 @@ def _options(kind: Any, async_op: bool) -> Any:
 
 def gather(group: Any, async_op: bool) -> Start:
     """What starts the backend's all-gather of contiguous tensors."""
-    start, options = group._allgather_base, _options(AllgatherOptions, async_op)
-    return lambda output, input: start(_known(output), _known(input), options)
+    options = _options(AllgatherOptions, async_op)
+    return lambda output, input: group._allgather_base(_known(output), _known(input), options)
 
 
 def exchange_parts(group: Any, async_op: bool) -> Start:
     """What starts the backend's all-to-all of equal parts of flat tensors."""
-    start, options = group.alltoall_base, _options(dist.AllToAllOptions, async_op)
-    return lambda output, input: start(_known(output), _known(input), [], [], options)
+    options = _options(dist.AllToAllOptions, async_op)
+    return lambda output, input: group.alltoall_base(_known(output), _known(input), [], [], options)
 
 
 def broadcast(group: Any, root: int, async_op: bool) -> Start:
     """What starts the backend's broadcast of a contiguous tensor."""
-    start, options = group.broadcast, _options(dist.BroadcastOptions, async_op)
+    options = _options(dist.BroadcastOptions, async_op)
     options.rootRank, options.rootTensor = root, 0
-    return lambda tensor, same: start([_known(tensor)], options)
+    return lambda tensor, same: group.broadcast([_known(tensor)], options)
 
 
 def reduce_scatter(group: Any, spec: ReduceSpec, async_op: bool) -> Start:
     """What starts the backend's own reduce-scatter of contiguous tensors."""
-    start, options = group._reduce_scatter_base, _options(dist.ReduceScatterOptions, async_op)
+    options = _options(dist.ReduceScatterOptions, async_op)
     options.reduceOp = spec.torch_op
-    return lambda output, input: start(output, input, options)
+    return lambda output, input: group._reduce_scatter_base(output, input, options)
 
 
 def all_reduce(group: Any, spec: ReduceSpec, async_op: bool) -> Start:
     """What starts the backend's own all-reduce in place."""
-    start, options = group.allreduce, _options(dist.AllreduceOptions, async_op)
+    options = _options(dist.AllreduceOptions, async_op)
     options.reduceOp = spec.torch_op
-    return lambda tensor, same: start([tensor], options)
+    return lambda tensor, same: group.allreduce([tensor], options)
 
 
 _KNOWN = {
