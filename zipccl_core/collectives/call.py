@@ -69,7 +69,7 @@ class Call:
         finish: puts the result where the caller wants it, after all has been received.
         invalid: why this rank's arguments were refused, None if they were not.
         stage: 0, or more for the later calls of one that takes several; they share a number and are counted once.
-        lay_out: fills `sends`, `receives` and `target`, if that is left to the progress thread.
+        lay_out: fills `sends`, `receives` and `target`, if that is left to whoever carries the call through.
         alike: whether all ranks' arguments were accepted and are on one type of device: known alike on all ranks.
         told: whether the peers have been sent its records.
         before: the call of the stage before, None for the first; if that failed, on all ranks, this is not made.
@@ -165,7 +165,7 @@ def title(call: Call) -> str:
 
 
 def phase_range(call: Call, phase: str) -> contextlib.AbstractContextManager[object]:
-    """A range that torch.profiler shows, of the progress thread: record with profile_all_threads=True."""
+    """A range that torch.profiler shows; those of the progress thread if it records with profile_all_threads=True."""
     if not torch.autograd.profiler._is_profiler_enabled:  # a range costs 5 µs even when nobody looks
         return _NO_RANGE
     return torch.profiler.record_function(f"zipccl {phase} {call.operation} #{call.sequence}")

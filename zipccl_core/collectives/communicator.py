@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -23,7 +22,7 @@ from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
 from .probe import probe
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
-from .repeat import UNREPEATABLE, Known, Memory, exchanging, gathering, overlaps, reducing, reducing_in_place
+from .repeat import UNREPEATABLE, Known, Memory, exchanging, gathering, overlaps, reducing, reducing_in_place, shards_of
 from .straight import Start, go_straight
 
 LEAST_MEETING_S = 10.0
@@ -111,8 +110,7 @@ class Communicator:
             RankTimeout: a rank did not come within the deadline; on all ranks, naming it.
         """
 
-        known = self._memory.find("all_gather_into_tensor", output_tensor, input_tensor, None)
-        if known is not None and self._may_repeat(known, async_op):
+        if (known := self._known("all_gather_into_tensor", output_tensor, input_tensor, None, async_op)) is not None:
             return self._repeat("all_gather_into_tensor", known, output_tensor, input_tensor, async_op)
 
         def build() -> list[Call]:
@@ -166,8 +164,7 @@ class Communicator:
         """
 
         more = _hashable(op)
-        known = self._memory.find("reduce_scatter_tensor", output, input, more)
-        if known is not None and self._may_repeat(known, async_op):
+        if (known := self._known("reduce_scatter_tensor", output, input, more, async_op)) is not None:
             return self._repeat("reduce_scatter_tensor", known, output, input, async_op)
 
         def build() -> list[Call]:
@@ -223,8 +220,7 @@ class Communicator:
         """
 
         equal = not input_split_sizes and not output_split_sizes
-        known = self._memory.find("all_to_all_single", output, input, None) if equal else None
-        if known is not None and self._may_repeat(known, async_op):
+        if equal and (known := self._known("all_to_all_single", output, input, None, async_op)) is not None:
             return self._repeat("all_to_all_single", known, output, input, async_op)
 
         def build() -> list[Call]:
@@ -292,8 +288,7 @@ class Communicator:
         """
 
         more = _hashable(op)
-        known = self._memory.find("all_reduce", tensor, tensor, more)
-        if known is not None and self._may_repeat(known, async_op):
+        if (known := self._known("all_reduce", tensor, tensor, more, async_op)) is not None:
             return self._repeat("all_reduce", known, tensor, tensor, async_op)
 
         def build() -> list[Call]:
@@ -303,10 +298,8 @@ class Communicator:
             if not tensor.is_contiguous():
                 flat.copy_(tensor.detach().reshape(-1))
             n = flat.numel()
-            width = -(-n // self._size) if n else 0
-            bounds = [min(r * width, n) for r in range(self._size + 1)]
-            shards = [flat[a:b] for a, b in itertools.pairwise(bounds)]
-            why = self._why_native(spec, flat.dtype, width * flat.element_size(), flat.device.type)
+            shards = shards_of(flat, self._size)
+            why = self._why_native(spec, flat.dtype, _bytes(shards[0]), flat.device.type)
             if why:
                 native = Call(
                     dtype=flat.dtype, total_words=n, sends=shards, spec=spec, native_reason=why, finish=finish
@@ -694,13 +687,18 @@ class Communicator:
         pipeline = pipelines.get(tensor.device.type)
         return None if pipeline is None or not pipeline.link.straight else pipeline.link.group()
 
-    def _may_repeat(self, known: Known, async_op: object) -> bool:
-        """Whether a call like an earlier one can be made, without looking at its tensors."""
-        exchange = self._exchange
-        if self._closed or exchange.broken is not None or (async_op is not True and async_op is not False):
-            return False
-        last = exchange.last_call
-        return known.start is None or last is None or last.done.is_set()
+    def _known(self, operation: str, output: Any, input: Any, more: Any, async_op: object) -> Known | None:
+        """What an earlier call has found out that holds for this one, if it can be made without looking at its tensors.
+
+        Args:
+            more: see Memory.
+        """
+        if self._closed or self._exchange.broken is not None or (async_op is not True and async_op is not False):
+            return None
+        known = self._memory.find(operation, output, input, more)
+        if known is None or (known.start is not None and self._exchange.is_queuing()):
+            return None
+        return known
 
     def _repeat(
         self, operation: str, known: Known, output: torch.Tensor, input: torch.Tensor, async_op: bool
@@ -711,11 +709,12 @@ class Communicator:
         else:
             start = known.start_async if async_op else known.start
             assert start is not None
+            assert known.decision is not None
             try:
                 work = start(output, input)
             except Exception as exc:
                 raise straight.refusal(self._exchange, operation, exc) from exc
-            self._exchange.count_native(known)
+            self._exchange.count_native(operation, known.sent_bytes, known.decision)
         if async_op:
             return cast("Work", work)
         if work is not None:  # torch gives none of what is in the caller's stream already
@@ -768,17 +767,14 @@ class Communicator:
             flat_in = _flat_input(input, output)
         else:
             flat_in = input.detach().view(-1)
-        words = int(min(flat_in.numel(), flat_out.numel()) * times)
+        sent_bytes = int(min(flat_in.numel(), flat_out.numel()) * times) * output.element_size()
+        decision = Decision("native", explain_straight(self._policy, dtype_text(output.dtype)), operation, -1)
         call = Call(operation, device=output.device.type, finish=finish)
-        reason = explain_straight(self._policy, dtype_text(output.dtype))
-        sent_bytes = words * output.element_size()
         call.straight = lambda: start(True)(flat_out, flat_in)
-        work = go_straight(self._exchange, call, async_op, is_strided, words, sent_bytes, reason)
+        work = go_straight(self._exchange, call, async_op, is_strided, sent_bytes, decision)
         if output.dim() == input.dim() == 1 and (output is not input or operation == "all_reduce"):
-            books = self._exchange.books_of(operation)
-            decision = Decision("native", reason, operation, -1)
             device, sizes = self._exchange.pipelines[output.device.type].device, (_bytes(output), _bytes(input))
-            known = Known(device, *sizes, in_place_at, start(False), start(True), None, books, sent_bytes, decision)
+            known = Known(device, *sizes, in_place_at, start(False), start(True), None, sent_bytes, decision)
             self._memory.note(operation, output, input, more, known)
         return cast("Work | None", work)
 

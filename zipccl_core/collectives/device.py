@@ -45,7 +45,7 @@ class HostCopy(Protocol):
 
 
 class Device(Protocol):
-    """One device, for one Communicator. Used from the progress thread; `now` and `join` from any thread.
+    """One device, for one Communicator. Used by the thread that carries calls through; `now` and `join` by any.
 
     Work goes to the stream chosen with `on`, in order; streams are not ordered among each other but by `after`.
     """

@@ -40,9 +40,8 @@ from .board import Board
 from .call import Call, Heard, Refused, data_tag, nothing, phase_range, title
 from .message import Incoming, Message, Sent, dtype_text, encode_message
 from .pipeline import Pipeline
-from .repeat import Known
 from .seam import Seam
-from .transport import Control, Disconnected, Transport, Watched, is_of_the_connection
+from .transport import Control, Disconnected, Transport, Watched, is_of_the_connection, nap_s
 from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
 
 log = logging.getLogger("zipccl")
@@ -52,7 +51,6 @@ _NEWS_S = 0.2
 _SWEEP_S = 0.002
 _PATIENCE_S = 0.002  # what is less late is waited for: watching transfers costs a thread each
 _SPINS, _SPINS_A_LOOK = 48, 8
-_NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 EXIT_S = 5.0
 
 _WAKE = Call("wake")
@@ -270,6 +268,10 @@ class Exchange:
             self._hand_over(call)
             self.last_call = call
         return Work([call])
+
+    def is_queuing(self) -> bool:
+        """Whether the latest call is not over for the host: a straight one would overtake it."""
+        return self.last_call is not None and not self.last_call.done.is_set()
 
     def check_open(self, operation: str) -> None:
         """Raise what finished this Communicator, if anything did."""
@@ -845,9 +847,7 @@ class Exchange:
                 if gone is not None:
                     raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
                 raise self.transport_failed(what, RuntimeError("timed out"), ranks)
-            # Naps grow to a twentieth of what has been waited: whoever looks often takes the interpreter from others.
-            nap_s = min(max(_NAP_S, (time.monotonic() - began) / 20), _LONGEST_NAP_S)
-            time.sleep(0 if spin < _SPINS else nap_s)
+            time.sleep(0 if spin < _SPINS else nap_s(time.monotonic() - began))
 
     def lost_peer(self) -> int | None:
         """A peer that is gone, if one is; never waits. On the progress thread."""
@@ -945,21 +945,19 @@ class Exchange:
             self.last_decision, self.last_arrivals = None, []
             self.arrived_last.clear()
 
-    def books_of(self, operation: str) -> Counter[str]:
-        """The books of an operation, until all are emptied."""
-        with self._books_lock:
-            return self.stats.setdefault(operation, Counter())
-
-    def count_native(self, known: Known) -> None:
+    def count_native(self, operation: str, sent_bytes: int, decision: Decision) -> None:
         """Enter a call that went straight to the backend into the books; from any thread."""
-        books = known.books
-        assert books is not None
         with self._books_lock:
+            books = self.stats.setdefault(operation, Counter())
             books["calls"] += 1
             books["native"] += 1
-            books["raw_bytes"] += known.sent_bytes
-            books["sent_bytes"] += known.sent_bytes
-            self.last_decision = known.decision
+            books["raw_bytes"] += sent_bytes
+            books["sent_bytes"] += sent_bytes
+            self._decided(decision)
+
+    def _decided(self, decision: Decision) -> None:
+        self.last_decision = decision
+        log.debug("rank %d: %s #%d: %s", self.rank, decision.operation, decision.sequence, decision.reason)
 
     def count(
         self,
@@ -983,8 +981,7 @@ class Exchange:
                 books["escapes"] += message.escapes
             if decision is not None:
                 books[decision.mode] += calls
-                self.last_decision = decision
-                log.debug("rank %d: %s #%d: %s", self.rank, operation, decision.sequence, decision.reason)
+                self._decided(decision)
 
 
 def _names(ranks: list[int]) -> str:

@@ -37,7 +37,7 @@ class Posted(Protocol):
 
 
 class Link(Protocol):
-    """The way between the devices of a Communicator's ranks. Used from the progress thread.
+    """The way between the devices of a Communicator's ranks. Used by the thread that carries calls through.
 
     Two ranks post alike: what one sends in its n-th post to the other, the other receives in its n-th post from it.
     Trouble is a RuntimeError, "timed out" in its text if it was the deadline (of time.monotonic()).
@@ -110,7 +110,7 @@ class NcclLink:
                 raise dist.DistBackendError("the connections of this Communicator are closed")
             communicator = self._backend._comm_ptr()  # type: ignore[attr-defined]  # torch may have given it up
             self._nccl.exchange(communicator, sends, receives, self._stream())
-        return _Ordered(self._device, self._device.mark())
+        return Ordered(self._device, self._device.mark())
 
     def group(self) -> Any:
         return self._group
@@ -184,7 +184,7 @@ class _Nothing:
         pass
 
 
-class _Ordered:
+class Ordered:
     """What is over where an event is."""
 
     def __init__(self, device: Device, event: Event) -> None:

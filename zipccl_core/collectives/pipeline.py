@@ -1,6 +1,7 @@
 """Calls on a device: chunks through encode → move → decode on streams of their own, without the host waiting for them.
 
-docs/DESIGN.md, "On a device", says why each step is where it is. For one call, on the progress thread:
+docs/DESIGN.md, "On a device", says why each step is where it is. For one call, on the thread that carries it
+through (see Exchange.submit):
 
 1. encode every message's chunks, ordered after what the caller's stream held when the call was issued;
 2. when all records are here and agree, post phase one of every chunk, ordered after its encoding, and decode each,
@@ -14,6 +15,7 @@ docs/DESIGN.md, "On a device", says why each step is where it is. For one call, 
 
 from __future__ import annotations
 
+import functools
 import logging
 import struct
 import time
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("zipccl")
 
-_MOST_LAYOUTS = 4096
 _QUIET_S = 2.0
 _QUIET_NAP_S = 0.001
 _SIZE_DIGEST_ESCAPES = struct.Struct(f"<16x3Q{HEADER_BYTES - 40}x")  # of a frame header that this rank has made
@@ -136,7 +137,7 @@ class _InFlight:
 
 
 class Pipeline:
-    """The calls of one Communicator on one device. Used from the progress thread alone, unless it says otherwise.
+    """The calls of one Communicator on one device. Used by one thread at a time: whoever carries calls through.
 
     Args:
         exchange: its records, control messages, policy and books.
@@ -148,7 +149,8 @@ class Pipeline:
         self._exchange, self.device, self.link = exchange, device, link
         self.pool = Pool(device.empty)
         self._in_flight: deque[_InFlight] = deque()
-        self._chunks: dict[tuple[int, torch.dtype], tuple[Chunk, ...]] = {}
+        policy = exchange.policy  # bound once: to hash it takes longer than to look up the chunks
+        self._chunks_of = functools.lru_cache(4096)(lambda n, dtype: chunks_of(policy, n, dtype_text(dtype)))
         self._kept: list[Any] = []  # what must live until the device is done with the call in hand
         self._abandoned: list[Any] = []  # of calls that failed for good, until close()
         self._wrong: ZipcclError | None = None
@@ -306,16 +308,21 @@ class Pipeline:
 
     def _is_quiet(self) -> bool:
         """Whether the device comes to the end of all streams; waits at most _QUIET_S."""
-        ends = []
-        for stream in STREAMS:
-            with self.device.on(stream):
-                ends.append(self.device.mark())
+        ends = self._ends()
         until = time.monotonic() + _QUIET_S
         while not all(end.query() for end in ends):
             if time.monotonic() > until:
                 return False
             time.sleep(_QUIET_NAP_S)
         return True
+
+    def _ends(self) -> list[Event]:
+        """Events behind what all streams hold."""
+        ends = []
+        for stream in STREAMS:
+            with self.device.on(stream):
+                ends.append(self.device.mark())
+        return ends
 
     # Its steps
 
@@ -334,7 +341,7 @@ class Pipeline:
             made = _Message(flat)
             n_bytes = flat.numel() * flat.element_size()
             if not call.paused and exchange.codes_on_device(call.kind, dtype_text(flat.dtype), n_bytes):
-                made.chunks = self._chunks_of(flat)
+                made.chunks = self._chunks_of(flat.numel(), flat.dtype)
             if made.coded or (is_term and is_incoming):
                 sizes.append(buffer_bytes(made.chunks) if made.coded else flat.numel() * flat.element_size())
                 wanting.append(made)
@@ -357,15 +364,6 @@ class Pipeline:
                 n_bytes = made.flat.numel() * made.flat.element_size()
                 made.flat = buffer[:n_bytes].view(made.flat.dtype)
         return outgoing, incoming, buffers, buffers[-1] if scratch_bytes else None
-
-    def _chunks_of(self, flat: Tensor) -> tuple[Chunk, ...]:
-        key = flat.numel(), flat.dtype
-        found = self._chunks.get(key)
-        if found is None:
-            if len(self._chunks) >= _MOST_LAYOUTS:
-                self._chunks.clear()
-            found = self._chunks[key] = chunks_of(self._exchange.policy, flat.numel(), dtype_text(flat.dtype))
-        return found
 
     def _launches(self, outgoing: dict[int, _Message]) -> list[list[int]]:
         """How many words each chunk has that is encoded in one launch, for every launch of a call."""
@@ -628,10 +626,8 @@ class Pipeline:
         with self.device.on("move"):
             for posted in arrivals:
                 self._arrive(call, posted, deadline)
-        for stream in STREAMS:
-            with self.device.on(stream):
-                done = self.device.mark()
-            self._exchange.poll(done.query, deadline, title(call), self._exchange.peers)
+        for end in self._ends():
+            self._exchange.poll(end.query, deadline, title(call), self._exchange.peers)
         self._exchange.end_transfers(call, [], deadline)
 
     def _post(self, call: Call, out: list[Piece], into: list[Piece], deadline: float) -> Posted:

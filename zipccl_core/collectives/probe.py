@@ -73,7 +73,7 @@ def _time_us(exchange: Exchange, call: Callable[[], Any], device: torch.device) 
     call().wait()
     done = clock.now()
     deadline = time.monotonic() + exchange.policy.timeout_s
-    while not done.query():  # not exchange.poll: what peers tell is the progress thread's to hear
+    while not done.query():  # not exchange.poll: what peers tell is for whoever carries calls through
         exchange.check_open("probe")
         if time.monotonic() > deadline:
             raise exchange.transport_failed("probe", RuntimeError("timed out"), exchange.peers)

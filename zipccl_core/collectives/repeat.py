@@ -8,7 +8,6 @@ steps as there can be: what runs once in a while runs from cold caches.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +36,7 @@ class Known:
         start: (output, input) → the backend's Work, or None, if it goes straight to the backend and is waited for.
         start_async: the same if it is not waited for.
         build: (output, input) → the calls of one that is coded, which lay out their tensors later; else None.
-        books: where a call that goes straight is entered, with sent_bytes and decision.
+        sent_bytes, decision: of a call that goes straight, for the books.
     """
 
     device: Device
@@ -47,7 +46,6 @@ class Known:
     start: Callable[[Tensor, Tensor], Any] | None = None
     start_async: Callable[[Tensor, Tensor], Any] | None = None
     build: Callable[[Tensor, Tensor], list[Call]] | None = None
-    books: Counter[str] | None = None
     sent_bytes: int = 0
     decision: Decision | None = None
 
@@ -117,6 +115,12 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
+def shards_of(flat: Tensor, size: int) -> list[Tensor]:
+    """The parts of an all-reduce: of ⌈n ÷ size⌉ elements, the last ones shorter or empty."""
+    n, width = flat.numel(), -(-flat.numel() // size)
+    return [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(size)]
+
+
 # Calls whose tensors are known to be right, and are laid out by whoever carries them through. They hold the tensors as
 # they are now, whatever the caller makes of its own afterwards.
 
@@ -172,11 +176,9 @@ def reducing_in_place(rank: int, size: int, spec: ReduceSpec) -> Callable[[Tenso
 
     def build(tensor: Tensor, same: Tensor) -> list[Call]:
         whole, n = tensor.detach(), tensor.numel()
-        width = -(-n // size)
 
         def lay_out(reduction: Call) -> None:
-            flat = _flat(whole)
-            shards = [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(size)]
+            shards = shards_of(_flat(whole), size)
             mine = shards[rank]
             reduction.sends, of_sums.receives = shards, shards
             reduction.receives, reduction.target = [mine] * size, mine

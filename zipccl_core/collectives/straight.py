@@ -18,12 +18,12 @@ from ..errors import InvalidArgument, ZipcclError
 from ..policy.switch import Decision
 from .call import Call
 from .exchange import Exchange
-from .message import Sent, raw_view
+from .message import raw_view
 from .reduce import ReduceSpec
 
 
 def go_straight(
-    exchange: Exchange, call: Call, async_op: bool, is_strided: bool, words: int, raw_bytes: int, reason: str
+    exchange: Exchange, call: Call, async_op: bool, is_strided: bool, sent_bytes: int, decision: Decision
 ) -> Any:
     """Start a call of the backend; behind the calls that this Communicator still has to queue, if there are any.
 
@@ -34,8 +34,7 @@ def go_straight(
         call: with operation, device, `straight` and `finish`.
         async_op: give its Work.
         is_strided: `finish` has something to do.
-        words, raw_bytes: that this rank sends to others, for the books.
-        reason: for last_decision.
+        sent_bytes, decision: for the books.
 
     Returns:
         A Work, or None once the current stream waits for the result.
@@ -48,14 +47,9 @@ def go_straight(
     start = call.straight
     assert start is not None
     call.straight = lambda: _guarded(exchange, call.operation, start)
-    last = exchange.last_call
-    work: Any
-    if (last is not None and not last.done.is_set()) or (async_op and is_strided):
-        work = exchange.follow(call)
-    else:
-        work = call.straight()
-    decision = Decision("native", reason, call.operation, -1)
-    exchange.count(call.operation, [Sent(raw_bytes, raw_bytes, words)], 1, decision=decision)
+    follows = exchange.is_queuing() or (async_op and is_strided)
+    work: Any = exchange.follow(call) if follows else call.straight()
+    exchange.count_native(call.operation, sent_bytes, decision)
     if async_op:
         return work
     work.wait()

@@ -37,6 +37,12 @@ LOOKS = 200
 GROUPS = ("control", "data", "phase_two", "native")
 
 
+def nap_s(waited_s: float) -> float:
+    """How long to sleep before looking again: a twentieth of what has been waited, for whoever looks often takes the
+    interpreter from others."""
+    return min(max(_NAP_S, waited_s / 20), _LONGEST_NAP_S)
+
+
 def is_of_the_connection(exc: BaseException) -> bool:
     """Whether a backend's error is of a connection, or of the time, and not of what it was asked to do."""
     marks = ("imed out", "onnection", "roken pipe", "transport/tcp")
@@ -111,7 +117,8 @@ class Inbox:
 
     def get(self, timeout: float) -> Control:
         """The next message, if it comes within so many seconds; else queue.Empty."""
-        deadline, began = time.monotonic() + timeout, time.monotonic()
+        began = time.monotonic()
+        deadline = began + timeout
         for _ in range(self.looks):
             with contextlib.suppress(queue.Empty):
                 return self.get_nowait()
@@ -123,7 +130,7 @@ class Inbox:
             if now > deadline:
                 raise queue.Empty
             with contextlib.suppress(queue.Empty):
-                self._news = self._queue.get(timeout=min(max(_NAP_S, (now - began) / 20), _LONGEST_NAP_S))
+                self._news = self._queue.get(timeout=nap_s(now - began))
         return self._queue.get(timeout=max(deadline - time.monotonic(), 0.001))
 
 

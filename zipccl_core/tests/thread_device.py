@@ -23,7 +23,7 @@ from zipccl_core import Codebook
 from zipccl_core.codec import exponent_histogram
 from zipccl_core.codec.cpu import decode_into, encode_into
 from zipccl_core.collectives.device import STREAMS
-from zipccl_core.collectives.link import Piece
+from zipccl_core.collectives.link import Ordered, Piece
 from zipccl_core.collectives.message import patterns
 from zipccl_core.collectives.reduce import ReduceSpec, ordered_sum
 from zipccl_core.collectives.transport import Transport
@@ -315,7 +315,7 @@ class ThreadLink:
                 arrived.done.set()
 
         link.put(work)
-        return _Ordered(self._device, arrived)
+        return Ordered(self._device, arrived)
 
     def group(self) -> Any:
         group = self._transport.group("native")
@@ -332,7 +332,7 @@ class ThreadLink:
                 arrived.done.set()
 
         self._device.streams["link"].put(work)
-        return _Ordered(self._device, arrived)
+        return Ordered(self._device, arrived)
 
     def abort(self) -> None:
         self.aborted = True
@@ -355,11 +355,3 @@ class _InOrder:
             self._link.put(begun.done.set)
             assert begun.done.wait(60), "the link never came to its end"
         return getattr(self._group, name)
-
-
-class _Ordered:
-    def __init__(self, device: ThreadDevice, arrived: Event) -> None:
-        self._device, self._arrived = device, arrived
-
-    def arrive(self, deadline: float) -> None:
-        self._device.after(self._arrived)
