@@ -14,6 +14,8 @@ constexpr u32 PACK_THREADS = 512;
 constexpr u32 SLOT_BYTES = ZIPCCL_SLOT_BYTES / WARPS;  // of a warp's escapes: all its words may be
 constexpr u32 COUNT_FIELD = 0x7fff;
 constexpr u32 LOW_FLAG = 0x8000;  // in the first count of a tile
+constexpr u32 PART_BYTES = 1024;  // of a tile's halves: four rows of a warp's words of 8 bytes
+constexpr u32 PARTS = 2 * BLOCK_WORDS / PART_BYTES;
 static_assert(SLOT_BYTES == WARP_WORDS, "a slot holds the escapes of a warp");
 
 // Escapes of the eight warps of a tile.
@@ -309,6 +311,8 @@ struct PackShared {
     u64 warp_sums[PACK_THREADS / 32];
     u32 offsets[PACK_THREADS];
     u64 header[16];
+    u64 before;  // of the next chunk; here, as the moves want the registers
+    u32 begin;
 };
 
 __device__ __forceinline__ u32 escapes_of(const TileCounts& counts) {
@@ -375,25 +379,83 @@ __device__ __forceinline__ u32 load_unaligned(const u8* p) {
     return shift ? __funnelshift_r(words[0], words[1], shift) : words[0];
 }
 
-// 4 bytes from byte s on of the upper (half = 1) or lower halves of 32-bit elements.
-__device__ __forceinline__ u32 load_halves(const u32* elements, u32 s, u32 half) {
-    const u32* e = elements + (s >> 1);
-    u32 selector = half ? 0x7632 : 0x5410;
-    u32 pair = bytes_of(e[0], e[1], selector);
-    return s & 1 ? __funnelshift_r(pair, half ? e[2] >> 16 : e[2], 8) : pair;
+// Bytes begin .. end of the words of a block of bfloat16.
+__device__ __forceinline__ void copy_words(u8* to, const u8* source, u32 begin, u32 end) {
+    copy_bytes(
+        to, end - begin, [=](u32 s) { return load_unaligned(source + begin + s); },
+        [=](u32 s) { return source[begin + s]; });
 }
 
-// Bytes begin .. end of the words of a block, each word's low byte first.
-template <u32 ELEMENT_BYTES>
-__device__ __forceinline__ void copy_words(u8* to, const u8* source, u32 begin, u32 end) {
-    if (ELEMENT_BYTES == 2)
-        copy_bytes(
-            to, end - begin, [=](u32 s) { return load_unaligned(source + begin + s); },
-            [=](u32 s) { return source[begin + s]; });
-    else
-        copy_bytes(
-            to, end - begin, [=](u32 s) { return load_halves((const u32*)source, begin + s, 1); },
-            [=](u32 s) { return source[((begin + s) >> 1) * 4 + 2 + ((begin + s) & 1)]; });
+// Bytes begin .. end of the lower (upper = 0) or upper (1) halves of m 32-bit elements to where they belong if byte 0
+// belongs at `at`, at any alignment: a warp, by at most PART_BYTES / 8 words of 8 bytes there, all loads before the
+// first store. Word k has bytes of fours k - 1 and k of the elements, and only whole fours are loaded.
+__device__ __forceinline__ void move_halves(u8* at, const u32* elements, u32 m, u32 upper, u32 begin, u32 end) {
+    constexpr u32 ROWS = PART_BYTES / 256;
+    const u32 lane = lane_of(), into = u32((u64)at) & 7, shift = into % 4 * 8, selector = upper ? 0x7632 : 0x5410;
+    const u32 first = (begin + into + 7) / 8, fours = m / 4, whole = (end + into) / 8;
+    const u32 last = whole < fours ? whole : fours;  // words first .. last are all of bytes begin .. end
+
+    // the bytes around them: up to 7 before, up to 13 behind
+    const u32 before = first * 8 - into < end ? first * 8 - into : end;
+    const u32 behind = first < last ? last * 8 - into : before;
+    const u32 byte = lane < 8 ? begin + lane : behind + lane - 8;
+    const bool around = byte < (lane < 8 ? before : end);
+    const u8 single = around ? ((const u8*)elements)[byte / 2 * 4 + upper * 2 + byte % 2] : 0;
+
+    if (first < last) {
+        const u32 left = last - first;
+        const u32* four = elements + (first + lane) * 4;
+        uint4 x[ROWS], previous = make_uint4(0, 0, 0, 0);  // lane 0's; set in all, or it has registers for good
+        if ((u64)elements % 16 == 0) {
+#pragma unroll
+            for (u32 r = 0; r < ROWS; ++r)
+                x[r] = r * 32 + lane < left ? *(const uint4*)(four + r * 128) : make_uint4(0, 0, 0, 0);
+            if (lane == 0 && first) previous = *(const uint4*)(four - 4);
+        } else {
+#pragma unroll
+            for (u32 r = 0; r < ROWS; ++r)
+                x[r] = r * 32 + lane < left ? make_uint4(four[r * 128], four[r * 128 + 1], four[r * 128 + 2],
+                                                         four[r * 128 + 3])
+                                            : make_uint4(0, 0, 0, 0);
+            if (lane == 0 && first) previous = make_uint4(four[-4], four[-3], four[-2], four[-1]);
+        }
+        const bool far = into & 4;  // whether a word begins among the first or the last 4 bytes of the four before
+        u32 old_high = bytes_of(previous.z, previous.w, selector);
+        u32 old_kept = far ? bytes_of(previous.x, previous.y, selector) : old_high;
+        uint2* to = (uint2*)(at - into) + first + lane;
+#pragma unroll
+        for (u32 r = 0; r < ROWS; ++r) {
+            const u32 low = bytes_of(x[r].x, x[r].y, selector), high = bytes_of(x[r].z, x[r].w, selector);
+            const u32 kept = far ? low : high;
+            const u32 next_high = __shfl_sync(~0u, high, lane - 1), next_kept = __shfl_sync(~0u, kept, lane - 1);
+            const u32 from = lane ? next_kept : old_kept, middle = far ? (lane ? next_high : old_high) : low;
+            old_high = next_high, old_kept = next_kept;  // lane 0 has lane 31's
+            if (r * 32 + lane < left)
+                to[r * 32] = make_uint2(__funnelshift_l(from, middle, shift), __funnelshift_l(middle, kept, shift));
+        }
+    }
+    if (around) at[byte] = single;
+}
+
+// A part of the halves of a tile of float32 that are moved: the lower ones to behind its escapes, unless all are zero;
+// the upper ones of a stored tile to its record and, what that does not hold, to `to`. Parts meet between whole words.
+__device__ __forceinline__ void move_part(const FrameJob& job, u32 block, const TileCounts& counts, u8* to, u32 part) {
+    const u32 m = block_words(job.n, block), spill = spill_bytes(m), total = escapes_of(counts);
+    const u32* elements = (const u32*)job.words + u64(block) * BLOCK_WORDS;
+    const u32 used = record_bytes(m), held = 2 * m < used ? 2 * m : used;
+#pragma unroll 1
+    for (u32 move = counts.of_warp[0] & LOW_FLAG ? 0 : 1; move < (total > spill ? 3 : 1); ++move) {
+        u8* at = to + (total > spill ? spill : total);
+        u32 begin = 0, end = 2 * m;
+        if (move == 1)
+            at = (u8*)job.frame + records_begin(job.n) + u64(block) * RECORD_BYTES, end = held;
+        else if (move == 2)
+            at = to - held, begin = held;
+        const u32 into = u32((u64)at) & 7;
+        if (part && begin < part * PART_BYTES - into) begin = part * PART_BYTES - into;
+        if (part < PARTS - 1 && end > (part + 1) * PART_BYTES - into) end = (part + 1) * PART_BYTES - into;
+        if (begin < end) move_halves(at, elements, m, move > 0, begin, end);
+    }
 }
 
 // The escapes of a tile, as the eight slots of its warps hold them: a warp's view of them as bytes in a row.
@@ -420,7 +482,7 @@ struct Slots {
 #pragma unroll
             for (u32 k = 0; k < 4; ++k) {
                 const u32 i = first + k * 32 + lane, at = place_of(i, slot_of(i));
-                if (i < total) x[k] = slots[at];
+                x[k] = i < total ? slots[at] : 0;
             }
 #pragma unroll
             for (u32 k = 0; k < 4; ++k)
@@ -430,23 +492,24 @@ struct Slots {
 
     // The same by words of 8 bytes of `to`; then the bytes of those that are not of one slot.
     __device__ __forceinline__ void move_words(u8* to, u32 total) const {
+        constexpr u32 ROWS = 4;
         const u32 lane = lane_of(), into = u32((u64)to) & 7;  // byte i is byte i + into of a row of whole words
 #pragma unroll 1
-        for (u32 first = 8 - into; first < total; first += 512) {
-            u64 x[2], next[2];
-            u32 at[2];
-            bool whole[2];
+        for (u32 first = 8 - into; first < total; first += ROWS * 256) {
+            u64 x[ROWS], next[ROWS];
+            u32 at[ROWS];
+            bool whole[ROWS];
 #pragma unroll
-            for (u32 k = 0; k < 2; ++k) {  // all loads before the first store
+            for (u32 k = 0; k < ROWS; ++k) {  // all loads before the first store
                 const u32 i = first + k * 256 + lane * 8, w = slot_of(i);
                 at[k] = place_of(i, w);
                 whole[k] = i + 8 <= __shfl_sync(~0u, through, w);
                 const u64* from = (const u64*)(slots + (at[k] & ~7u));
-                if (whole[k]) x[k] = from[0];
-                if (whole[k] && at[k] & 7) next[k] = from[1];
+                x[k] = whole[k] ? from[0] : 0;  // set in any case: or it has its register through all loops
+                next[k] = whole[k] && at[k] & 7 ? from[1] : 0;
             }
 #pragma unroll
-            for (u32 k = 0; k < 2; ++k) {
+            for (u32 k = 0; k < ROWS; ++k) {
                 const u32 i = first + k * 256 + lane * 8, skip = 8 * (at[k] & 7);
                 if (whole[k]) *(u64*)(to + i) = skip ? x[k] >> skip | next[k] << (64 - skip) : x[k];
             }
@@ -459,7 +522,7 @@ struct Slots {
             const u32 end = __shfl_sync(~0u, through, lane / 8 + 4 * k);
             i[k] = ((k < 2 ? end + into : 0) & ~7u) + lane % 8 - into;
             const u32 at = place_of(i[k], slot_of(i[k]));
-            if (i[k] < total) x[k] = slots[at];
+            x[k] = i[k] < total ? slots[at] : 0;
         }
 #pragma unroll
         for (u32 k = 0; k < 3; ++k)
@@ -471,21 +534,19 @@ template <u32 ELEMENT_BYTES>
 __device__ __forceinline__ void pack_tile(const FrameJob& job, u32 block, const TileCounts& counts, const u8* slots,
                                           u8* to) {
     const u32 lane = lane_of(), m = block_words(job.n, block), spill = spill_bytes(m);
-    const u8* source = (const u8*)job.words + u64(block) * (BLOCK_WORDS * ELEMENT_BYTES);
-    const u32 of_warp = counts.of_warp[lane % WARPS], count = of_warp & COUNT_FIELD;
+    const u32 count = counts.of_warp[lane % WARPS] & COUNT_FIELD;
     const u32 through = warp_inclusive_sum(lane < WARPS ? count : 0);
     const u32 total = __shfl_sync(~0u, through, WARPS - 1);
-    if (ELEMENT_BYTES == 4 && (of_warp & LOW_FLAG))
-        copy_bytes(
-            to + (total > spill ? spill : total), 2 * m, [=](u32 s) { return load_halves((const u32*)source, s, 0); },
-            [=](u32 s) { return source[(s >> 1) * 4 + (s & 1)]; });
     if (total > spill) {  // stored: over what encode wrote
         u8* record = (u8*)job.frame + records_begin(job.n) + u64(block) * RECORD_BYTES;
         const u32 used = record_bytes(m), held = 2 * m < used ? 2 * m : used;
-        copy_words<ELEMENT_BYTES>(record, source, 0, held);
 #pragma unroll 1
         for (u32 i = held + lane; i < align128(used); i += 32) record[i] = 0;
-        copy_words<ELEMENT_BYTES>(to, source, held, 2 * m);
+        if constexpr (ELEMENT_BYTES == 2) {  // the words of others are moved in parts
+            const u8* source = (const u8*)job.words + u64(block) * (BLOCK_WORDS * ELEMENT_BYTES);
+            copy_words(record, source, 0, held);
+            copy_words(to, source, held, 2 * m);
+        }
     } else {
         const Slots all{slots, lane * SLOT_BYTES - (through - count), through};
         if (total > 512)  // else its last step, the bytes between slots, costs what it saves
@@ -565,6 +626,8 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, FrameSums* fra
         u32 total = __reduce_add_sync(~0u, warp_total);
         u32 offset = warp_before + inclusive - size;
         shared.offsets[t] = offset;
+        if (t == 0) shared.before = before + total, shared.begin = chunk_end;
+        bool halves = false;
         if (t < count) {
             const u32 block = begin + t - frame.first_tile;
             const uint4 loaded = *(const uint4*)&counts[begin + t];
@@ -574,15 +637,25 @@ __device__ __forceinline__ void pack_tiles(const JobTable& table, FrameSums* fra
             if (escapes_of(of_tile) > spill_bytes(block_words(frame.n, block))) entry |= STORED_BIT;
             if (of_tile.of_warp[0] & LOW_FLAG) entry |= LOW_HALVES_BIT;
             ((u64*)(frame.frame + HEADER_BYTES))[block] = entry;
+            halves = entry & (STORED_BIT | LOW_HALVES_BIT);
         }
-        __syncthreads();
         u8* dynamic = (u8*)frame.frame + static_bytes(frame.n) + before;
+        if constexpr (ELEMENT_BYTES == 2) {
+            __syncthreads();
+        } else if (__syncthreads_or(halves)) {  // the last warp first: with few tiles, the first have escapes to move
+#pragma unroll 1
+            for (u32 i = PACK_THREADS / 32 - 1 - warp; i < count * PARTS; i += PACK_THREADS / 32) {
+                const u32 tile = i / PARTS;
+                move_part(frame, begin + tile - frame.first_tile, shared.counts[tile], dynamic + shared.offsets[tile],
+                          i % PARTS);
+            }
+        }
 #pragma unroll 1
         for (u32 i = warp; i < count; i += PACK_THREADS / 32)
             pack_tile<ELEMENT_BYTES>(frame, begin + i - frame.first_tile, shared.counts[i],
                                      slots + u64(begin + i) * ZIPCCL_SLOT_BYTES, dynamic + shared.offsets[i]);
-        before += total;
-        begin = chunk_end;
+        before = shared.before;
+        begin = shared.begin;
     }
 }
 

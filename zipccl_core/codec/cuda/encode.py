@@ -27,6 +27,7 @@ from .stats import DeviceCodebook
 __all__ = ["encode_frames", "launch_encode", "scratch_bytes"]
 
 _PACKERS_A_MULTIPROCESSOR = 2
+_TILES_A_PACKER = {2: 8, 4: 1}  # or more; low halves of one tile are work enough for a thread block
 _FRAME_SUMS_BYTES = 32
 _NAMES = {2: "bfloat16", 4: "float32"}
 _SIGNATURE = (TABLE_SIGNATURE, "P", "P", "P", "P")
@@ -103,7 +104,7 @@ def launch_encode(place: Place, table: Table, element_bytes: int, scratch: int) 
     name = _NAMES[element_bytes]
     function, shared, most = device.persistent(f"encode_{name}_kernel", "encode", "ENCODE", element_bytes, _SIGNATURE)
     pack = device.function(f"pack_{name}_kernel", "encode", (*_SIGNATURE, "I"))
-    packers = min(-(-tiles // 8), device.multiprocessors * _PACKERS_A_MULTIPROCESSOR)
+    packers = min(-(-tiles // _TILES_A_PACKER[element_bytes]), device.multiprocessors * _PACKERS_A_MULTIPROCESSOR)
     with device.lock:  # the two kernels share sums, so that no other thread's may come between them
         if tiles:
             function.prepared_async_call(
