@@ -16,7 +16,7 @@ from ..policy.switch import Decision, Place
 from .device import Device, Event
 from .message import Message, dtype_text
 from .reduce import ReduceSpec
-from .wire import CallRecord
+from .wire import CallRecord, packed_record
 
 _DATA_TAG = 3
 _TAGS = 1 << 30
@@ -75,6 +75,8 @@ class Call:
         before: the call of the stage before, None for the first; if that failed, on all ranks, this is not made.
         device: type of the device that the tensors are on, empty if there are none; "cpu" unless a Pipeline takes it.
         target: of an ordered reduction on a device, where the sum goes; `receives` then tell sizes only.
+        waited_for: on a device, whether the thread that carries it through has nothing else to do until it is over.
+        in_order: on a device, whether all of it goes to one stream.
         issued: on a device, what the caller's stream held when the call was issued.
         straight: on a device, starts the backend's own call, of which nobody is told; the Work.
         on, finished: once the call is over for the host: the device that still works on it, and until when.
@@ -108,6 +110,8 @@ class Call:
     decision: Decision | None = None
     device: str = ""
     target: torch.Tensor | None = None
+    waited_for: bool = False
+    in_order: bool = False
     issued: Event | None = None
     straight: Callable[[], Any] | None = None
     on: Device | None = None
@@ -126,26 +130,29 @@ class Call:
 
     def record_for(self, rank: int, peer: int, policy: int) -> CallRecord:
         """This rank's call record for one peer."""
-        sends = self.sends[peer].numel() if self.sends else 0
-        receives = self.receives[peer].numel() if self.receives else 0
-        return self._record(rank, sends, receives, policy)
+        return CallRecord(self.sequence, *self._told(rank, self.sends, self.receives, peer, policy))
 
-    def record_from(self, peer: int, rank: int, policy: int) -> CallRecord:
-        """The record that a peer has for this rank if both call alike."""
-        sends = self.receives[peer].numel() if self.receives else 0
-        receives = self.sends[peer].numel() if self.sends else 0
-        return self._record(peer, sends, receives, policy)
+    def packed_for(self, rank: int, peer: int, policy: int) -> bytes:
+        """The same, packed."""
+        return packed_record(self.sequence, *self._told(rank, self.sends, self.receives, peer, policy))
 
-    def _record(self, src: int, sends: int, receives: int, policy: int) -> CallRecord:
-        return CallRecord(
-            self.sequence,
+    def packed_from(self, peer: int, rank: int, policy: int) -> bytes:
+        """The record that a peer has for this rank if both call alike, packed."""
+        return packed_record(self.sequence, *self._told(peer, self.receives, self.sends, peer, policy))
+
+    def _told(
+        self, src: int, sends: list[torch.Tensor], receives: list[torch.Tensor], peer: int, policy: int
+    ) -> tuple[Any, ...]:
+        """The fields of src's record but for the sequence, if it sends so and receives so to and from the other side,
+        which here is at the place of `peer`."""
+        return (
             self.operation,
             src,
             dtype_text(self.dtype) if self.dtype else "",
             self.spec.name if self.spec else "",
             self.spec.factor_bits if self.spec else 0,
-            sends,
-            receives,
+            sends[peer].numel() if sends else 0,
+            receives[peer].numel() if receives else 0,
             self.total_words,
             self.root,
             policy,

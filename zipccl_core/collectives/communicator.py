@@ -705,7 +705,8 @@ class Communicator:
     ) -> Work | None:
         """Make a call like an earlier one."""
         if known.build is not None:
-            work: Any = self._hand_over(operation, output.device.type, known.build(output, input), not async_op)
+            pair = (output.detach(), input.detach()) if async_op else (output, input)
+            work: Any = self._hand_over(operation, output.device.type, known.build(*pair), not async_op)
         else:
             start = known.start_async if async_op else known.start
             assert start is not None

@@ -20,7 +20,7 @@ from ..codec.cuda.decode_reduce import launch_decode_reduce
 from ..codec.cuda.encode import launch_encode, scratch_bytes
 from ..codec.cuda.stats import launch_measure, measuring, samples_of
 from ..errors import InvalidArgument, ZipcclError
-from ..frame import FrameHeader, n_blocks
+from ..frame import HEADER_BYTES, FrameHeader, n_blocks
 from .device import STREAMS, Event
 from .exchange import Exchange
 from .link import GlooLink, Link, Nccl, NcclLink
@@ -28,6 +28,7 @@ from .pipeline import Pipeline
 
 _T = TypeVar("_T")
 _THREAD_LOCAL_MODE = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_LEAST_ROWS_BYTES, _ROWS_AT_ONCE = 512, 16
 _CODEBOOK_AT = {"fitted": 0, "gaussian": 8}
 
 
@@ -51,16 +52,55 @@ class _Copy:
     """A pinned tensor and the event after which it is filled."""
 
     def __init__(self, pinned: Tensor, event: torch.cuda.Event) -> None:
-        self._pinned, self._event = pinned, event
+        self._pinned, self.event = pinned, event
 
     def query(self) -> bool:
-        return bool(self._event.query())  # type: ignore[no-untyped-call]
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def read(self) -> bytes:
         return self._pinned.numpy().tobytes()
 
     def tensor(self) -> Tensor:
         return self._pinned
+
+
+class _Rows:
+    """Pinned bytes that a kernel writes: into the host's memory itself, for a copy takes as long as starting a kernel.
+
+    They are used again when this is let go of, which must not be before the kernel is done.
+
+    Attributes:
+        address: of the first, for the kernel.
+        event: after which they are written, if somebody asks.
+    """
+
+    event: torch.cuda.Event
+
+    def __init__(self, place: tuple[int, memoryview], n_bytes: int, free: list[tuple[int, memoryview]]) -> None:
+        self.address, self._memory = place
+        self._n_bytes, self._free = n_bytes, free
+
+    def __del__(self) -> None:
+        self._free.append((self.address, self._memory))
+
+    def query(self) -> bool:
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> bytes:
+        return bytes(self._memory[: self._n_bytes])
+
+
+def _class_bytes(n_bytes: int) -> int:
+    """What places for so many bytes have: a power of two, with lines of their own."""
+    return max(_LEAST_ROWS_BYTES, 1 << (n_bytes - 1).bit_length())
+
+
+def _add_rows(free: list[tuple[int, memoryview]], n_bytes: int) -> None:
+    """More places, for so many bytes each; each keeps the memory of all."""
+    size = _class_bytes(n_bytes)
+    pinned = torch.empty(size * _ROWS_AT_ONCE, dtype=torch.uint8, device="cpu", pin_memory=True)
+    whole = pinned.numpy().data
+    free += [(pinned.data_ptr() + at, whole[at : at + size]) for at in range(0, size * _ROWS_AT_ONCE, size)]
 
 
 class _Attached:
@@ -121,6 +161,7 @@ class CudaDevice:
         self._on = {name: _On(self._chosen, lane) for name, lane in zip(STREAMS, self._lanes, strict=True)}
         self._attached = _Attached(device, self._lanes[0].device.context)
         self._current: dict[int, torch.cuda.Stream] = {}
+        self._free_rows: dict[int, list[tuple[int, memoryview]]] = {}
 
     @property
     def lane(self) -> jit.Lane:
@@ -199,17 +240,23 @@ class CudaDevice:
 
     def encode(
         self, words: Sequence[Tensor], codebooks: Sequence[object], frames: Sequence[Tensor], scratch: Tensor
-    ) -> None:
+    ) -> _Rows:
+        headers = self._rows(HEADER_BYTES * len(words))
         jobs = []
+        to = headers.address
         for source, codebook, frame in zip(words, codebooks, frames, strict=True):
             address, exponents = 0, 0
             if isinstance(codebook, Codebook):
                 exponents = int.from_bytes(bytes(codebook.exponents), "little")
             else:
                 address = codebook  # type: ignore[assignment]
-            jobs.append(jit.Job(source.data_ptr(), frame.data_ptr(), source.numel(), frame.numel(), address, exponents))
+            n, capacity = source.numel(), frame.numel()
+            jobs.append(jit.Job(source.data_ptr(), frame.data_ptr(), n, capacity, address, exponents, True, to))
+            to += HEADER_BYTES
         table = jit.make_table(jobs, self._device)
         launch_encode(self.lane, table, words[0].element_size(), scratch.data_ptr())
+        headers.event = self.mark()
+        return headers
 
     def codebooks(self, words: Sequence[Tensor], kind: str | Codebook) -> Sequence[object]:
         if isinstance(kind, Codebook):
@@ -219,28 +266,29 @@ class CudaDevice:
         launch_measure(self.lane, table, words[0].element_size(), max(samples_of(w) for w in words), rows)
         return [rows + jit.STATISTICS_BYTES * i + _CODEBOOK_AT[kind] for i in range(len(words))]
 
-    def decode(self, frames: Sequence[Tensor], out: Sequence[Tensor]) -> Tensor:
+    def decode(self, frames: Sequence[Tensor], out: Sequence[Tensor]) -> _Rows:
         jobs = [jit.Job(o.data_ptr(), f.data_ptr(), o.numel(), f.numel()) for f, o in zip(frames, out, strict=True)]
         table = jit.make_table(jobs, self._device)
-        rows = self.lane.room("verdicts", jit.VERDICT_BYTES * len(jobs))
-        launch_decode(self.lane, table, out[0].element_size(), rows)
-        return self._verdicts(rows, len(jobs))
+        verdicts = self._rows(jit.VERDICT_BYTES * len(jobs))
+        launch_decode(self.lane, table, out[0].element_size(), verdicts.address)
+        return verdicts
 
-    def decode_reduce(self, terms: Sequence[Tensor], out: Tensor, kind: str, factor: float | None) -> Tensor:
+    def decode_reduce(self, terms: Sequence[Tensor], out: Tensor, kind: str, factor: float | None) -> _Rows:
         n = out.numel()
         jobs = []
         for term in terms:
             address, is_frame = term.data_ptr(), term.dtype == torch.uint8
             jobs.append(jit.Job(0, address, n, term.numel()) if is_frame else jit.Job(address, 0, n, 0))
         table = jit.make_table(jobs, self._device, same_tiles=True)
-        rows = self.lane.room("verdicts", jit.VERDICT_BYTES * len(jobs))
-        launch_decode_reduce(self.lane, table, out.element_size(), out.data_ptr(), kind == "avg", factor, rows)
-        return self._verdicts(rows, len(jobs))
+        verdicts, size = self._rows(jit.VERDICT_BYTES * len(jobs)), out.element_size()
+        launch_decode_reduce(self.lane, table, size, out.data_ptr(), kind == "avg", factor, verdicts.address)
+        return verdicts
 
-    def _verdicts(self, rows: int, count: int) -> Tensor:
-        pinned = torch.empty(jit.VERDICT_BYTES * count, dtype=torch.uint8, device="cpu", pin_memory=True)
-        self.lane.to_host(pinned, rows)
-        return pinned
+    def _rows(self, n_bytes: int) -> _Rows:
+        free = self._free_rows.setdefault(_class_bytes(n_bytes), [])
+        if not free:
+            _add_rows(free, n_bytes)
+        return _Rows(free.pop(), n_bytes, free)
 
     def to_host(self, tensors: Sequence[Tensor]) -> _Copy:
         sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
@@ -255,12 +303,12 @@ class CudaDevice:
         # torch's pinned allocator does not reuse the block before the copy is done
         self.run(lambda: target.copy_(source.pin_memory(), non_blocking=True))
 
-    def as_told(self, verdicts: Tensor, told: Sequence[tuple[int, int]]) -> bool:
-        return as_told(verdicts.numpy().tobytes(), told)
+    def as_told(self, verdicts: _Rows, told: Sequence[tuple[int, int]]) -> bool:
+        return as_told(verdicts.read(), told)
 
-    def headers(self, verdicts: Tensor) -> list[FrameHeader | ZipcclError | None]:
+    def headers(self, verdicts: _Rows) -> list[FrameHeader | ZipcclError | None]:
         found: list[FrameHeader | ZipcclError | None] = []
-        packed = verdicts.numpy().tobytes()
+        packed = verdicts.read()
         for index in range(len(packed) // jit.VERDICT_BYTES):
             try:
                 found.append(verdict_on(packed, index))

@@ -31,14 +31,23 @@ class Event(Protocol):
         """Whether everything before it is done; never waits."""
 
 
-class HostCopy(Protocol):
-    """Bytes on their way from the device to the host."""
+class HostBytes(Protocol):
+    """Bytes on their way from the device to the host. To be kept until they are here.
+    """
+
+    @property
+    def event(self) -> Event:
+        """After which they are."""
 
     def query(self) -> bool:
         """Whether they are here; never waits."""
 
     def read(self) -> bytes:
         """They; only after query() was true."""
+
+
+class HostCopy(HostBytes, Protocol):
+    """A copy on its way from the device to the host."""
 
     def tensor(self) -> Tensor:
         """[n] uint8, cpu: the same without a copy, as long as this lives; only after query() was true."""
@@ -97,8 +106,12 @@ class Device(Protocol):
 
     def encode(
         self, words: Sequence[Tensor], codebooks: Sequence[object], frames: Sequence[Tensor], scratch: Tensor
-    ) -> None:
-        """Encode each tensor into its frame buffer; one launch. Launches on one stream may have the same scratch."""
+    ) -> HostBytes:
+        """Encode each tensor into its frame buffer; one launch. Launches on one stream may have the same scratch.
+
+        Returns:
+            The headers of the frames, one after another; they are here when the frames are there.
+        """
 
     def codebooks(self, words: Sequence[Tensor], kind: str | Codebook) -> Sequence[object]:
         """A codebook for each tensor, for `encode`: "fitted", "gaussian", or the one that is given."""
@@ -107,7 +120,7 @@ class Device(Protocol):
         """Decode each frame into its tensor; one launch.
 
         Returns:
-            The verdicts, for `as_told` and `headers` once the stream has come past them.
+            The verdicts, for `as_told` and `headers` once the stream has come past them. To be kept until then.
         """
 
     def decode_reduce(self, terms: Sequence[Tensor], out: Tensor, kind: str, factor: float | None) -> Any:

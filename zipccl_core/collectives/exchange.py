@@ -154,7 +154,7 @@ class Exchange:
         self._books_lock = threading.Lock()
         self.seam: Seam | None = None
         self.channel_threads: list[threading.Thread] = []
-        self.last_arrivals: list[tuple[int, float]] = []
+        self._arrivals_s: dict[int, float] = {}  # of the latest call: rank → when it came
         self.arrived_last: Counter[int] = Counter()
         self._pending: ZipcclError | None = None
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
@@ -195,7 +195,7 @@ class Exchange:
                 number, self._sequence = self._sequence, self._sequence + 1
                 now_s, before = time.monotonic(), None
                 for call in calls:
-                    call.sequence, call.before, call.issued = number, before, issued
+                    call.sequence, call.before, call.issued, call.waited_for = number, before, issued, taken
                     if self.seam is not None:
                         self.reached("issue", call)
                     call.arrivals_s[self.rank] = now_s
@@ -254,8 +254,8 @@ class Exchange:
         call.told = True
         for peer in self.peers:
             try:
-                record = call.record_for(self.rank, peer, self._fingerprint)
-                call.control_sends.append((peer, self.transport.send_control(record.pack(), peer)))
+                record = call.packed_for(self.rank, peer, self._fingerprint)
+                call.control_sends.append((peer, self.transport.send_control(record, peer)))
             except RuntimeError as exc:
                 exc.__cause__ = exc.__context__ = None  # as the traceback, they hold the caller's frames
                 call.send_failure = call.send_failure or (peer, exc.with_traceback(None))
@@ -575,7 +575,7 @@ class Exchange:
         """
         heard = Heard(None, call.invalid is None, True)
         for src, data in self._control(call, CallRecord.MAGIC, deadline, meanwhile):
-            if call.invalid is None and data == call.record_from(src, self.rank, self._fingerprint).pack():
+            if call.invalid is None and data == call.packed_from(src, self.rank, self._fingerprint):
                 if call.native is None:
                     agrees(src)
                 continue
@@ -622,11 +622,15 @@ class Exchange:
         """Who came when, in microseconds after the first."""
         if call.stage:
             return
-        first = min(call.arrivals_s.values())
-        order = sorted(call.arrivals_s.items(), key=lambda item: item[1])
-        self.last_arrivals = [(rank, (at - first) * 1e6) for rank, at in order]
-        if len(order) > 1:
-            self.arrived_last[order[-1][0]] += 1
+        self._arrivals_s = call.arrivals_s
+        if len(self._arrivals_s) > 1:
+            self.arrived_last[max(self._arrivals_s, key=self._arrivals_s.__getitem__)] += 1
+
+    @property
+    def last_arrivals(self) -> list[tuple[int, float]]:
+        """Who came when to the latest collective call: (rank, microseconds after the first), in that order."""
+        order = sorted(self._arrivals_s.items(), key=lambda item: item[1])
+        return [(rank, (at - order[0][1]) * 1e6) for rank, at in order]
 
     def _encode(self, call: Call) -> dict[int, Message]:
         """Every message this rank will send: peer → message; one object for all peers if they get the same."""
@@ -798,7 +802,7 @@ class Exchange:
 
     def _hear(self, what: str, missing: list[int], deadline: float) -> None:
         """Take one control message from the inbox; the agreed fatal error if none comes or one of `missing` is gone."""
-        gone = next((p for p in missing if p in self._lost), None)
+        gone = next((p for p in missing if p in self._lost), None) if self._lost else None
         if gone is not None:
             raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
         try:
@@ -942,7 +946,7 @@ class Exchange:
         """Empty the books: what was called so far was nobody's call. With nothing under way."""
         with self._books_lock:
             self.stats.clear()
-            self.last_decision, self.last_arrivals = None, []
+            self.last_decision, self._arrivals_s = None, {}
             self.arrived_last.clear()
 
     def count_native(self, operation: str, sent_bytes: int, decision: Decision) -> None:

@@ -49,8 +49,14 @@ class Link(Protocol):
 
     straight: bool
 
-    def post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float) -> Posted:
-        """Post pieces together, after what the stream in use holds. They are kept alive by the caller."""
+    def post(
+        self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float, in_order: bool = False
+    ) -> Posted:
+        """Post pieces together, after what the stream in use holds. They are kept alive by the caller.
+
+        Args:
+            in_order: only the stream in use will ask for their arrival.
+        """
 
     def group(self) -> Any:
         """The backend's process group, for collectives of its own."""
@@ -102,7 +108,9 @@ class NcclLink:
         self._aborted = False
         self._lock = threading.Lock()
 
-    def post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float) -> Posted:
+    def post(
+        self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float, in_order: bool = False
+    ) -> Posted:
         if not sends and not receives:
             return _Nothing()
         with self._lock:
@@ -110,6 +118,8 @@ class NcclLink:
                 raise dist.DistBackendError("the connections of this Communicator are closed")
             communicator = self._backend._comm_ptr()  # type: ignore[attr-defined]  # torch may have given it up
             self._nccl.exchange(communicator, sends, receives, self._stream())
+        if in_order:
+            return _Nothing()
         return Ordered(self._device, self._device.mark())
 
     def group(self) -> Any:
@@ -180,6 +190,8 @@ class Nccl:
 
 
 class _Nothing:
+    """What the stream in use has, or comes to, by itself."""
+
     def arrive(self, deadline: float) -> None:
         pass
 
@@ -219,7 +231,9 @@ class GlooLink:
         self._transport, self._device, self._poll = transport, device, poll
         self._copies: list[tuple[int, HostCopy]] = []  # those of the latest post live on, lest it is given up half-way
 
-    def post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float) -> Posted:
+    def post(
+        self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float, in_order: bool = False
+    ) -> Posted:
         arrivals = []
         for peer, data in receives:
             buffer = torch.empty(data.numel(), dtype=torch.uint8, device="cpu")

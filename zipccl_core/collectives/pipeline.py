@@ -28,10 +28,10 @@ from torch import Tensor
 
 from ..errors import CorruptFrame, PeerError, ZipcclError
 from ..frame import HEADER_BYTES
-from .buffers import CALLS_AT_ONCE, Pool
+from .buffers import CALLS_AT_ONCE, Buffer, Pool
 from .call import Call, Refused, data_tag, nothing, phase_range, title
 from .chunks import Chunk, buffer_bytes, chunks_of
-from .device import STREAMS, Device, Event, HostCopy
+from .device import STREAMS, Device, Event, HostBytes
 from .link import Link, Piece, Posted
 from .message import Sent, dtype_text, raw_view
 from .transport import is_of_the_connection
@@ -47,7 +47,8 @@ _QUIET_NAP_S = 0.001
 _SIZE_DIGEST_ESCAPES = struct.Struct(f"<16x3Q{HEADER_BYTES - 40}x")  # of a frame header that this rank has made
 
 
-_NO_BUFFER = torch.empty(0, dtype=torch.uint8, device="cpu")
+_NO_BUFFER = Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"))
+_MOST_IN_ORDER_BYTES = 24 << 20
 
 
 @dataclass
@@ -65,7 +66,7 @@ class _Message:
 
     flat: Tensor
     chunks: tuple[Chunk, ...] = ()
-    buffer: Tensor = _NO_BUFFER
+    buffer: Buffer = _NO_BUFFER
     frames: tuple[tuple[int, int], ...] = ()
     escapes: int = 0
     in_books: Sent | None = None
@@ -75,20 +76,20 @@ class _Message:
         return bool(self.chunks)
 
     def words(self, chunk: Chunk) -> Tensor:
-        return self.flat[chunk.first : chunk.first + chunk.words]
+        return self.flat if len(self.chunks) == 1 else self.flat[chunk.first : chunk.first + chunk.words]
 
     def frame(self, chunk: Chunk) -> Tensor:
-        return self.buffer[chunk.at : chunk.at + chunk.capacity_bytes]
+        return self.buffer.part(chunk.at, chunk.capacity_bytes)
 
     def phase_one(self, chunk: Chunk) -> Tensor:
-        return self.buffer[chunk.at : chunk.at + chunk.phase_one_bytes]
+        return self.buffer.part(chunk.at, chunk.phase_one_bytes)
 
     def rest(self, index: int) -> Tensor | None:
         """What of a chunk's frame phase one had no room for."""
         chunk, (frame_bytes, _) = self.chunks[index], self.frames[index]
         if frame_bytes <= chunk.phase_one_bytes:
             return None
-        return self.buffer[chunk.at + chunk.phase_one_bytes : chunk.at + frame_bytes]
+        return self.buffer.part(chunk.at + chunk.phase_one_bytes, frame_bytes - chunk.phase_one_bytes)
 
     def rests(self) -> list[Tensor]:
         """What phase one had no room for, of all chunks."""
@@ -98,7 +99,7 @@ class _Message:
         """A chunk's frame as far as it has come: phase one, or the whole once its size is known."""
         chunk = self.chunks[index]
         size = max(chunk.phase_one_bytes, self.frames[index][0]) if self.frames else chunk.phase_one_bytes
-        return self.buffer[chunk.at : chunk.at + size]
+        return self.buffer.part(chunk.at, size)
 
     def sent(self) -> Sent:
         """For the books, once the sizes are known."""
@@ -112,6 +113,24 @@ class _Message:
             return Sent(raw_bytes, raw_bytes, n)
         sent = sum(max(c.phase_one_bytes, size) for c, (size, _) in zip(self.chunks, self.frames, strict=True))
         return Sent(raw_bytes, sent, n, coded=True, phase_two=bool(self.rests()), escapes=self.escapes)
+
+
+@dataclass
+class _Plan:
+    """What a call sends and takes in, and what it has been given for that.
+
+    Attributes:
+        outgoing, incoming: peer → what goes to it, or comes from it.
+        messages: those that go and are coded, each once.
+        buffers: all that were taken from the pool.
+        scratch: the encoder's, if there is anything to encode.
+    """
+
+    outgoing: dict[int, _Message]
+    incoming: dict[int, _Message]
+    messages: list[_Message]
+    buffers: list[Buffer]
+    scratch: Tensor | None
 
 
 @dataclass
@@ -131,7 +150,7 @@ class _InFlight:
     finished: Event
     verdicts: list[_Verdict]
     incoming: dict[int, _Message]
-    buffers: list[Tensor]
+    buffers: list[Buffer]
     control_sends: list[tuple[int, Any]]
     kept: list[Any]
 
@@ -169,21 +188,22 @@ class Pipeline:
 
     def _execute(self, call: Call, deadline: float) -> None:
         exchange = self._exchange
-        buffers: list[Tensor] = []
+        buffers: list[Buffer] = []
         self._kept = [call.sends, call.receives, call.finish]
         try:
             while sum(bool(flight.buffers) for flight in self._in_flight) >= CALLS_AT_ONCE:
                 self._retire(self._in_flight[0])
-            outgoing, incoming, buffers, scratch = self._plan(call)
-            self._kept += [outgoing, incoming]
-            flight = self._carry(call, outgoing, incoming, scratch, deadline)
+            plan = self._plan(call)
+            buffers = plan.buffers
+            self._kept += [plan]
+            flight = self._carry(call, plan, deadline)
             if isinstance(flight, ZipcclError):
                 error: ZipcclError | None = flight
                 self.pool.give_back(buffers)
             else:
                 flight.buffers = buffers
                 self._in_flight.append(flight)
-                exchange.account(call, {peer: message.sent() for peer, message in outgoing.items()})
+                exchange.account(call, {peer: message.sent() for peer, message in plan.outgoing.items()})
                 error = self._verified(call, flight, deadline) if exchange.policy.verify == "wait" else None
         except BaseException as exc:
             # The device may still be busy with them: neither the pool nor the framework may give them to anybody.
@@ -213,33 +233,27 @@ class Pipeline:
         kept = [call.straight, call.finish]
         self._in_flight.append(_InFlight(title(call), deadline, call.finished, [], {}, [], [], kept))
 
-    def _carry(
-        self,
-        call: Call,
-        outgoing: dict[int, _Message],
-        incoming: dict[int, _Message],
-        scratch: Tensor | None,
-        deadline: float,
-    ) -> _InFlight | ZipcclError:
+    def _carry(self, call: Call, plan: _Plan, deadline: float) -> _InFlight | ZipcclError:
         """Queue all of a call; or, once nothing of it is under way any more, the error that all ranks know of.
 
         Raises:
             Whatever else goes wrong, on this rank alone or for good.
         """
-        exchange = self._exchange
-        encoded, headers = self._encode(call, outgoing, scratch)
+        exchange, incoming = self._exchange, plan.incoming
+        headers, begun = self._encode(call, plan)
         agreeing: list[int] = []
         heard = exchange.records(call, deadline, agreeing.append)
-        sends = {peer: m for peer, m in outgoing.items() if peer in agreeing}
-        receives = {peer: m for peer, m in incoming.items() if peer in agreeing}
-        arrivals = self._phase_one(call, sends, receives, encoded, deadline)
+        agreed = len(agreeing) == len(exchange.peers)
+        sends = plan.outgoing if agreed else {peer: m for peer, m in plan.outgoing.items() if peer in agreeing}
+        receives = incoming if agreed else {peer: m for peer, m in incoming.items() if peer in agreeing}
+        arrivals = self._phase_one(call, sends, receives, begun, deadline)
         exchange.tell_ahead()
         verdicts: dict[int, _Verdict] = {}
         early = call.alike and heard.refused is None and call.native is None
         if early:
-            finished = self._decode(call, incoming, arrivals, verdicts, None, encoded, deadline)
+            finished = self._decode(call, plan, arrivals, verdicts, None, begun, deadline)
         if call.alike:
-            error = self._agree_on_sizes(call, heard.refused, outgoing, incoming, headers, deadline)
+            error = self._agree_on_sizes(call, heard.refused, plan, headers, deadline)
         else:  # a rank that has nothing to do with this device tells its verdict instead, and hears ours
             error = exchange.share(call, heard.refused, deadline)
         if error is None and call.native is not None:
@@ -248,9 +262,9 @@ class Pipeline:
             self._drain(call, arrivals, deadline)
             return error
         if self._phase_two(call, sends, receives, arrivals, deadline):
-            finished = self._decode(call, incoming, arrivals, verdicts, _overflowed(incoming), encoded, deadline)
+            finished = self._decode(call, plan, arrivals, verdicts, _overflowed(incoming), begun, deadline)
         elif not early:
-            finished = self._decode(call, incoming, arrivals, verdicts, None, encoded, deadline)
+            finished = self._decode(call, plan, arrivals, verdicts, None, begun, deadline)
         call.finished, call.on = finished, self.device
         control_sends, call.control_sends = call.control_sends, []
         found = list(verdicts.values())
@@ -326,34 +340,44 @@ class Pipeline:
 
     # Its steps
 
-    def _plan(self, call: Call) -> tuple[dict[int, _Message], dict[int, _Message], list[Tensor], Tensor | None]:
-        """The messages to and from each peer, all buffers taken for them, and that of these which is scratch."""
+    def _plan(self, call: Call) -> _Plan:
+        """The messages to and from each peer, and buffers for them."""
         exchange = self._exchange
         call.paused = not exchange.codes_now(call)
         if call.native is not None or call.invalid is not None or not call.sends:
-            return {}, {}, [], None
-        peers = exchange.peers
+            return _Plan({}, {}, [], [], None)
         sizes: list[int] = []
         wanting: list[_Message] = []
+        dtype = dtype_text(call.sends[0].dtype)
         is_term = call.target is not None
 
         def message(flat: Tensor, is_incoming: bool) -> _Message:
-            made = _Message(flat)
-            n_bytes = flat.numel() * flat.element_size()
-            if not call.paused and exchange.codes_on_device(call.kind, dtype_text(flat.dtype), n_bytes):
+            made, n_bytes = _Message(flat), flat.numel() * flat.element_size()
+            if not call.paused and exchange.codes_on_device(call.kind, dtype, n_bytes):
                 made.chunks = self._chunks_of(flat.numel(), flat.dtype)
-            if made.coded or (is_term and is_incoming):
-                sizes.append(buffer_bytes(made.chunks) if made.coded else flat.numel() * flat.element_size())
+                sizes.append(buffer_bytes(made.chunks))
+                wanting.append(made)
+            elif is_term and is_incoming:
+                sizes.append(n_bytes)
                 wanting.append(made)
             return made
 
         outgoing: dict[int, _Message] = {}
-        for peer in peers:
-            if call.sends[peer].numel():
-                shared = next(iter(outgoing.values()), None) if call.same_for_all else None
-                outgoing[peer] = shared or message(call.sends[peer], False)
-        incoming = {p: message(call.receives[p], True) for p in peers if call.receives[p].numel()}
-        scratch_bytes = max((self.device.scratch_bytes(words) for words in self._launches(outgoing)), default=0)
+        incoming: dict[int, _Message] = {}
+        messages: list[_Message] = []
+        for peer in exchange.peers:
+            if call.same_for_all and outgoing:
+                outgoing[peer] = next(iter(outgoing.values()))
+            elif call.sends[peer].numel():
+                made = outgoing[peer] = message(call.sends[peer], False)
+                if made.coded:
+                    messages.append(made)
+            if call.receives[peer].numel():
+                incoming[peer] = message(call.receives[peer], True)
+        scratch_bytes, most_chunks = 0, max((len(m.chunks) for m in messages), default=0)
+        for index in range(most_chunks):
+            words = tuple(m.chunks[index].words for m in messages if index < len(m.chunks))
+            scratch_bytes = max(scratch_bytes, self.device.scratch_bytes(words))
         if scratch_bytes:
             sizes.append(scratch_bytes)
         with self.device.on("encode"):
@@ -362,63 +386,58 @@ class Pipeline:
             made.buffer = buffer
             if not made.coded:
                 n_bytes = made.flat.numel() * made.flat.element_size()
-                made.flat = buffer[:n_bytes].view(made.flat.dtype)
-        return outgoing, incoming, buffers, buffers[-1] if scratch_bytes else None
+                made.flat = buffer.part(0, n_bytes).view(made.flat.dtype)
+        # No chunk could be worked on while another moves, and the caller does nothing meanwhile: what keeps streams in
+        # order, much of the host's time in a call, can be spared.
+        call.in_order = call.waited_for and max(sizes, default=0) <= _MOST_IN_ORDER_BYTES
+        return _Plan(outgoing, incoming, messages, buffers, buffers[-1].whole if scratch_bytes else None)
 
-    def _launches(self, outgoing: dict[int, _Message]) -> list[list[int]]:
-        """How many words each chunk has that is encoded in one launch, for every launch of a call."""
-        messages = self._distinct(outgoing)
-        count = max((len(m.chunks) for m in messages), default=0)
-        return [[m.chunks[index].words for m in messages if index < len(m.chunks)] for index in range(count)]
-
-    def _distinct(self, messages: dict[int, _Message]) -> list[_Message]:
-        """The coded messages, each once."""
-        return list({id(m): m for m in messages.values() if m.coded}.values())
-
-    def _encode(
-        self, call: Call, outgoing: dict[int, _Message], scratch: Tensor | None
-    ) -> tuple[list[Event], HostCopy | None]:
-        """Encode chunk after chunk, all messages at once; an event a chunk, and the headers on their way."""
-        device, messages = self.device, self._distinct(outgoing)
-        events: list[Event] = []
+    def _encode(self, call: Call, plan: _Plan) -> tuple[list[HostBytes], list[Event]]:
+        """Encode chunk after chunk, all messages at once: the headers of each chunk on their way, and an event a chunk
+        after which it may go; or one if there is none."""
+        device, messages = self.device, plan.messages
+        headers: list[HostBytes] = []
         with device.on("encode"), phase_range(call, "encode"):
-            if call.issued is not None:
-                device.after(call.issued)
-            if call.before is not None and call.before.finished is not None:
-                device.after(call.before.finished)
+            before = call.before
+            if before is None or not (call.in_order and before.in_order):
+                if call.issued is not None:
+                    device.after(call.issued)
+                if before is not None and before.finished is not None:
+                    device.after(before.finished)
             if not messages:
-                return [device.mark()], None
+                return headers, [] if call.in_order else [device.mark()]
+            scratch = plan.scratch
             assert scratch is not None
             self._exchange.reached("encode", call)
             codebooks = device.codebooks([m.flat for m in messages], self._exchange.policy.codebook)
             for index in range(max(len(m.chunks) for m in messages)):
                 batch = [i for i, m in enumerate(messages) if index < len(m.chunks)]
                 device.share(index > 0)  # with the chunk before, on its way
-                device.encode(
+                made = device.encode(
                     [messages[i].words(messages[i].chunks[index]) for i in batch],
                     [codebooks[i] for i in batch],
                     [messages[i].frame(messages[i].chunks[index]) for i in batch],
                     scratch,
                 )
-                events.append(device.mark())
-            headers = device.to_host([m.frame(chunk)[:HEADER_BYTES] for m in messages for chunk in m.chunks])
-            self._kept.append(headers)
-            return events, headers
+                headers.append(made)
+                self._kept.append(made)
+            return headers, [made.event for made in headers]
 
     def _phase_one(
         self,
         call: Call,
         sends: dict[int, _Message],
         receives: dict[int, _Message],
-        encoded: list[Event],
+        begun: list[Event],
         deadline: float,
     ) -> list[Posted]:
         """Post what has a size that both ends know; an arrival a chunk. Uncoded messages go with the first."""
         arrivals: list[Posted] = []
         count = max((len(m.chunks) for m in (*sends.values(), *receives.values())), default=0)
-        with self.device.on("move"), phase_range(call, "move"):
+        with self.device.on(_stream(call, "move")), phase_range(call, "move"):
             for index in range(max(count, 1)):
-                self.device.after(encoded[min(index, len(encoded) - 1)])
+                if not call.in_order:
+                    self.device.after(begun[min(index, len(begun) - 1)])
                 out = [piece for peer, m in sends.items() for piece in _pieces(peer, m, index)]
                 into = [piece for peer, m in receives.items() for piece in _pieces(peer, m, index)]
                 self._exchange.reached("send", call)
@@ -429,21 +448,21 @@ class Pipeline:
         self,
         call: Call,
         refused: Refused | None,
-        outgoing: dict[int, _Message],
-        incoming: dict[int, _Message],
-        headers: HostCopy | None,
+        plan: _Plan,
+        headers: list[HostBytes],
         deadline: float,
     ) -> ZipcclError | None:
         """Tell every peer the sizes of its frames, hear the same; what all ranks then know to be wrong."""
-        exchange = self._exchange
-        messages = self._distinct(outgoing)
-        if headers is not None:
-            exchange.poll(headers.query, deadline, title(call), [exchange.rank])
-            made = _SIZE_DIGEST_ESCAPES.iter_unpack(headers.read())
-            for m in messages:
-                mine = [next(made) for _ in m.chunks]
-                m.frames = tuple((frame_bytes, digest) for frame_bytes, digest, _ in mine)
-                m.escapes = sum(escapes for _, _, escapes in mine)
+        exchange, outgoing = self._exchange, plan.outgoing
+        if headers:
+            exchange.poll(headers[-1].query, deadline, title(call), [exchange.rank])
+        for index, made in enumerate(headers):
+            batch = (m for m in plan.messages if index < len(m.chunks))
+            for m, (frame_bytes, digest, escapes) in zip(
+                batch, _SIZE_DIGEST_ESCAPES.iter_unpack(made.read()), strict=True
+            ):
+                m.frames = (*m.frames, (frame_bytes, digest))
+                m.escapes += escapes
         error, self._wrong = self._wrong, None
         fatal = False
         if error is None and refused is not None:
@@ -461,7 +480,7 @@ class Pipeline:
             assert first.error is not None
             return exchange.give_up(first.error, first.error) if any(s.fatal for s in known) else first.error
         exchange.learn(call, sum(s.raw_bytes for s in known), sum(s.sent_bytes for s in known))
-        for peer, message in incoming.items():
+        for peer, message in plan.incoming.items():
             message.frames = known[peer].frames
             self._check_sizes(call, peer, message)
         return None
@@ -492,7 +511,7 @@ class Pipeline:
         out = [Piece(peer, rest) for peer, m in sends.items() for rest in m.rests()]
         into = [Piece(peer, rest) for peer, m in receives.items() for rest in m.rests()]
         if out or into:
-            with self.device.on("move"), phase_range(call, "move"):
+            with self.device.on(_stream(call, "move")), phase_range(call, "move"):
                 self._exchange.reached("send_phase_two", call)
                 arrivals.append(self._post(call, out, into, deadline))
         return bool(out or into)
@@ -500,21 +519,21 @@ class Pipeline:
     def _decode(
         self,
         call: Call,
-        incoming: dict[int, _Message],
+        plan: _Plan,
         arrivals: list[Posted],
         verdicts: dict[int, _Verdict],
         late: set[int] | None,
-        encoded: list[Event],
+        begun: list[Event],
         deadline: float,
     ) -> Event:
         """Decode, or sum, chunk after chunk as they arrive; the event after which all is done.
 
         Args:
-            encoded: of each chunk that goes, or of the beginning if there is none.
+            begun: see _encode.
             verdicts: of each chunk, to be filled.
             late: the chunks that were too long, once all has been posted; None at first: then all chunks.
         """
-        device, rank = self.device, self._exchange.rank
+        device, rank, incoming = self.device, self._exchange.rank, plan.incoming
         arrived = 0
 
         def arrive(until: int) -> None:
@@ -523,8 +542,8 @@ class Pipeline:
                 self._arrive(call, arrivals[arrived], deadline)
                 arrived += 1
 
-        with device.on("decode"), phase_range(call, "decode"):
-            if call.issued is not None:
+        with device.on(_stream(call, "decode")), phase_range(call, "decode"):
+            if call.issued is not None and not call.in_order:
                 device.after(call.issued)  # the outputs may still be read there
             self._exchange.reached("decode", call)
             if late is not None:
@@ -532,7 +551,8 @@ class Pipeline:
             elif call.sends and call.native is None and call.target is None:
                 mine, own = call.sends[rank], call.receives[rank]
                 if own.numel() and own.data_ptr() != mine.data_ptr():
-                    device.after(encoded[-1])  # it fills the device, and is in no hurry
+                    if not call.in_order:
+                        device.after(begun[-1])  # it fills the device, and is in no hurry
                     device.copy(own, mine)
             make = self._decode_chunk if call.target is None else self._reduce_chunk
             count = max((len(m.chunks) for m in incoming.values()), default=0)
@@ -632,7 +652,7 @@ class Pipeline:
 
     def _post(self, call: Call, out: list[Piece], into: list[Piece], deadline: float) -> Posted:
         try:
-            return self.link.post(out, into, data_tag(call), deadline)
+            return self.link.post(out, into, data_tag(call), deadline, call.in_order)
         except RuntimeError as exc:
             if not is_of_the_connection(exc):  # this rank's own trouble: no memory, a device that fails
                 raise
@@ -645,6 +665,11 @@ class Pipeline:
             if not is_of_the_connection(exc):
                 raise
             raise self._exchange.transport_failed(title(call), exc, self._exchange.peers) from exc
+
+
+def _stream(call: Call, name: str) -> str:
+    """The stream of STREAMS for a step of a call."""
+    return STREAMS[0] if call.in_order else name
 
 
 def _overflowed(incoming: dict[int, _Message]) -> set[int]:

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..policy.switch import Decision
@@ -121,21 +120,19 @@ def shards_of(flat: Tensor, size: int) -> list[Tensor]:
     return [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(size)]
 
 
-# Calls whose tensors are known to be right, and are laid out by whoever carries them through. They hold the tensors as
-# they are now, whatever the caller makes of its own afterwards.
+# Calls whose tensors are known to be right, and are laid out by whoever carries them through. The tensors must keep
+# their shapes until then: those of a call that is not waited for are not the caller's own.
 
 
 def gathering(size: int) -> Callable[[Tensor, Tensor], list[Call]]:
     """(output, input) → an all-gather among so many ranks."""
 
     def build(output: Tensor, input: Tensor) -> list[Call]:
-        flat_out, flat_in, n = output.detach(), input.detach(), input.numel()
-
         def lay_out(call: Call) -> None:
-            call.sends = [_flat(flat_in)] * size
-            call.receives = list(torch.split(_flat(flat_out), n))
+            call.sends = [_flat(input)] * size
+            call.receives = list(_flat(output).chunk(size))
 
-        return [Call(dtype=input.dtype, total_words=n, same_for_all=True, lay_out=lay_out)]
+        return [Call(dtype=input.dtype, total_words=input.numel(), same_for_all=True, lay_out=lay_out)]
 
     return build
 
@@ -144,11 +141,9 @@ def exchanging(size: int) -> Callable[[Tensor, Tensor], list[Call]]:
     """(output, input) → an all-to-all of equal parts among so many ranks."""
 
     def build(output: Tensor, input: Tensor) -> list[Call]:
-        flat_out, flat_in, n = output.detach(), input.detach(), input.numel() // size
-
         def lay_out(call: Call) -> None:
-            call.sends = list(torch.split(_flat(flat_in), n))
-            call.receives = list(torch.split(_flat(flat_out), n))
+            call.sends = list(_flat(input).chunk(size))
+            call.receives = list(_flat(output).chunk(size))
 
         return [Call(dtype=input.dtype, lay_out=lay_out)]
 
@@ -159,11 +154,9 @@ def reducing(size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Cal
     """(output, input) → an ordered reduce-scatter among so many ranks."""
 
     def build(output: Tensor, input: Tensor) -> list[Call]:
-        target, flat_in, n = output.detach(), input.detach(), output.numel()
-
         def lay_out(call: Call) -> None:
-            call.target = _flat(target)
-            call.sends = list(torch.split(_flat(flat_in), n))
+            call.target = _flat(output)
+            call.sends = list(_flat(input).chunk(size))
             call.receives = [call.target] * size
 
         return [Call(dtype=input.dtype, total_words=input.numel(), spec=spec, lay_out=lay_out)]
@@ -175,10 +168,10 @@ def reducing_in_place(rank: int, size: int, spec: ReduceSpec) -> Callable[[Tenso
     """(tensor, the same) → an ordered reduce-scatter among so many ranks, and a gathering of the sums."""
 
     def build(tensor: Tensor, same: Tensor) -> list[Call]:
-        whole, n = tensor.detach(), tensor.numel()
+        n = tensor.numel()
 
         def lay_out(reduction: Call) -> None:
-            shards = shards_of(_flat(whole), size)
+            shards = shards_of(_flat(tensor), size)
             mine = shards[rank]
             reduction.sends, of_sums.receives = shards, shards
             reduction.receives, reduction.target = [mine] * size, mine

@@ -5,9 +5,11 @@ All are little-endian, of fixed size, and end in a CRC-32 of what is before: not
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..errors import (
     CorruptFrame,
@@ -97,7 +99,7 @@ class CallRecord:
 
     BYTES = CONTROL_BYTES
     _BODY = struct.Struct("<4sHBBQI16s16sIQQQiI8s")
-    _SEQUENCE = struct.Struct("<8xQ")  # where _BODY has it
+    SEQUENCE_AT = 8  # where _BODY has it
     MAGIC = b"ZCLL"
 
     def pack(self) -> bytes:
@@ -150,7 +152,7 @@ class CallRecord:
     @classmethod
     def sequence_of(cls, data: bytes) -> int:
         """The sequence that a record says, unchecked: a tenth of the time of `parse`."""
-        return int(cls._SEQUENCE.unpack_from(data)[0])
+        return int.from_bytes(data[cls.SEQUENCE_AT : cls.SEQUENCE_AT + 8], "little")
 
     def disagreement(self, peer: CallRecord) -> str:
         """What this rank's and the peer's call of one sequence number do not agree on; empty if nothing.
@@ -175,6 +177,20 @@ class CallRecord:
         return f"{self.operation} #{self.sequence}" + (
             "" if field_name in ("operation", "sequence") else f" with {field_name} {getattr(self, field_name)!r}"
         )
+
+
+def packed_record(sequence: int, *others: Any) -> bytes:
+    """CallRecord(sequence, *others).pack(), in a fifth of the time: what others come to is remembered."""
+    before, behind = _around_sequence(*others)
+    body = before + sequence.to_bytes(8, "little") + behind
+    return body + _CRC.pack(zlib.crc32(body))
+
+
+@functools.lru_cache(4096)
+def _around_sequence(*others: Any) -> tuple[bytes, bytes]:
+    """A packed record, before its sequence and from there to its CRC."""
+    packed = CallRecord(0, *others).pack()
+    return packed[: CallRecord.SEQUENCE_AT], packed[CallRecord.SEQUENCE_AT + 8 : -_CRC.size]
 
 
 @dataclass(frozen=True)
@@ -280,27 +296,29 @@ class Sizes:
     frames: tuple[tuple[int, int], ...] = ()
 
     BYTES = CONTROL_BYTES
-    _BODY = struct.Struct(f"<4sBBQIQQHH{2 * MOST_CHUNKS}Q")
-    _TEXT_BYTES = CONTROL_BYTES - _BODY.size - _CRC.size
+    _HEAD, _FRAME = struct.Struct("<4sBBQIQQHH"), struct.Struct("<QQ")
+    _TEXT_AT = _HEAD.size + MOST_CHUNKS * _FRAME.size
+    _TEXT_BYTES = CONTROL_BYTES - _TEXT_AT - _CRC.size
     MAGIC = b"ZSIZ"
 
     def pack(self) -> bytes:
         """CONTROL_BYTES bytes; a longer text is cut."""
         kind, text = _packed_error(self.error, self._TEXT_BYTES)
-        numbers = [number for frame in self.frames for number in frame]
-        numbers += [0] * (2 * MOST_CHUNKS - len(numbers))
         head = (kind, self.fatal, self.sequence, self.src, self.raw_bytes, self.sent_bytes, len(text))
-        return _seal(self._BODY.pack(self.MAGIC, *head, len(self.frames), *numbers) + text, self.BYTES)
+        packed = self._HEAD.pack(self.MAGIC, *head, len(self.frames))
+        for frame in self.frames:
+            packed += self._FRAME.pack(*frame)
+        return _seal(packed.ljust(self._TEXT_AT, b"\0") + text, self.BYTES)
 
     @classmethod
     def parse(cls, data: bytes) -> Sizes:
         """Raises CorruptFrame if damaged."""
         body = _unseal(data, "sizes")
-        magic, kind, fatal, sequence, src, raw, sent, text_bytes, n_frames, *numbers = cls._BODY.unpack_from(body)
+        magic, kind, fatal, sequence, src, raw, sent, text_bytes, n_frames = cls._HEAD.unpack_from(body)
         if magic != cls.MAGIC or kind > len(ERROR_KINDS) or text_bytes > cls._TEXT_BYTES or n_frames > MOST_CHUNKS:
             raise CorruptFrame(f"sizes: magic {magic!r}, kind {kind}, {n_frames} frames are none of ours")
-        error = _unpacked_error(kind, body[cls._BODY.size :][:text_bytes])
-        frames = tuple(zip(numbers[0 : 2 * n_frames : 2], numbers[1 : 2 * n_frames : 2], strict=True))
+        error = _unpacked_error(kind, body[cls._TEXT_AT :][:text_bytes]) if kind else None
+        frames = tuple(cls._FRAME.iter_unpack(body[cls._HEAD.size : cls._HEAD.size + n_frames * cls._FRAME.size]))
         return cls(sequence, src, error, bool(fatal), raw, sent, frames)
 
 

@@ -20,7 +20,7 @@ from zipccl_core.codec.cuda.decode_reduce import decode_reduce
 from zipccl_core.codec.cuda.encode import encode_frames, launch_encode, scratch_bytes
 from zipccl_core.codec.cuda.stats import DeviceCodebook, measure
 from zipccl_core.errors import CorruptFrame, InvalidArgument, TruncatedFrame, ZipcclError
-from zipccl_core.frame import n_blocks, static_bytes
+from zipccl_core.frame import HEADER_BYTES, n_blocks, static_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -294,27 +294,31 @@ def test_a_sum_of_a_frame_longer_than_its_buffer_leaves_everything_as_it_is_and_
 @pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_launches_on_a_lane_of_its_own_give_the_same_bytes(dtype, shares):
-    """With few thread blocks, too, each of which then takes many tiles."""
+    """With few thread blocks, too, each of which then takes many tiles; header and verdicts in memory of the host."""
     n = 700 * BLOCK + 5
     elements = patterns("gaussian", n, 3, dtype=dtype)
     want = cpu_frame(elements, GAUSS)
     words, out = on_device(elements, dtype), torch.full((n,), -1.5, dtype=DTYPES[dtype], device="cuda")
     frame = torch.empty(max_frame_bytes(n, dtype), dtype=torch.uint8, device="cuda")
     scratch = torch.empty(scratch_bytes(n_blocks(n)), dtype=torch.uint8, device="cuda")
-    rows = torch.empty((1, jit.VERDICT_BYTES // 8), dtype=torch.int64, device="cuda")
+    rows = torch.empty((1, jit.VERDICT_BYTES // 8), dtype=torch.int64, pin_memory=True)
+    header = torch.empty(HEADER_BYTES, dtype=torch.uint8, pin_memory=True)
     torch.cuda.synchronize()
     [lane] = jit.lend_lanes(words.device, 1)
     lane.shares = shares
     exponents = int.from_bytes(bytes(GAUSS.exponents), "little")
     with lane.device.pushed():
         for _ in range(2):  # what a launch leaves zero is what the next one needs
-            job = jit.Job(words.data_ptr(), frame.data_ptr(), n, frame.numel(), 0, exponents)
+            header.fill_(0xA5)
+            where = {"codebook": exponents, "header_copy": header.data_ptr()}
+            job = jit.Job(words.data_ptr(), frame.data_ptr(), n, frame.numel(), **where)
             size = words.element_size()
             launch_encode(lane, jit.make_table([job], words.device), size, scratch.data_ptr())
             job = jit.Job(out.data_ptr(), frame.data_ptr(), n, frame.numel())
             launch_decode(lane, jit.make_table([job], words.device), size, rows.data_ptr())
     torch.cuda.synchronize()
     assert np.array_equal(frame[: want.size].cpu().numpy(), want)
+    assert np.array_equal(header.numpy(), want[:HEADER_BYTES])
     assert Verdicts(rows).check()[0] is not None
     assert np.array_equal(patterns_of(out), elements)
     jit.take_back_lanes([lane])

@@ -28,7 +28,7 @@ from zipccl_core.collectives.message import patterns
 from zipccl_core.collectives.reduce import ReduceSpec, ordered_sum
 from zipccl_core.collectives.transport import Transport
 from zipccl_core.errors import InvalidArgument, TruncatedFrame, ZipcclError
-from zipccl_core.frame import FrameHeader, parse_header
+from zipccl_core.frame import HEADER_BYTES, FrameHeader, parse_header
 
 Row = FrameHeader | ZipcclError | None
 
@@ -83,6 +83,7 @@ class Stream:
 class Copy(Event):
     def __init__(self) -> None:
         super().__init__()
+        self.event = self
         self.bytes = torch.empty(0, dtype=torch.uint8)
 
     def read(self) -> bytes:
@@ -205,7 +206,7 @@ class ThreadDevice:
 
     def encode(
         self, words: Sequence[Tensor], codebooks: Sequence[Any], frames: Sequence[Tensor], scratch: Tensor
-    ) -> None:
+    ) -> Copy:
         assert scratch.numel() >= self.scratch_bytes([w.numel() for w in words])
 
         def work() -> None:
@@ -213,6 +214,7 @@ class ThreadDevice:
                 encode_into(patterns(w), book[0], frame.numpy())
 
         self.stream.put(work)
+        return self.to_host([frame[:HEADER_BYTES] for frame in frames])
 
     def decode(self, frames: Sequence[Tensor], out: Sequence[Tensor]) -> Any:
         rows = Rows()
@@ -246,7 +248,7 @@ class ThreadDevice:
         self.stream.put(work)
         return rows
 
-    def to_host(self, tensors: Sequence[Any]) -> Any:
+    def to_host(self, tensors: Sequence[Any]) -> Copy:
         copy = Copy()
 
         def work() -> None:
@@ -294,7 +296,9 @@ class ThreadLink:
         self._gone = threading.Event()
         self.posts: list[list[int]] = []
 
-    def post(self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float) -> Any:
+    def post(
+        self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float, in_order: bool = False
+    ) -> Any:
         self.posts.append([piece.data.numel() for piece in sends])
         ready, arrived, link = self._device.mark(), Event(), self._device.streams["link"]
 

@@ -580,7 +580,11 @@ __device__ __forceinline__ void finish_frame(const FrameJob& job, FrameSums& sum
     __syncthreads();
     if (t < 32) {
         u64 check = warp_sum_all(t < 15 ? mix64(shared.header[t] ^ mix64(t + 1)) : 0);
-        if (t < 16) ((u64*)job.frame)[t] = t < 15 ? shared.header[t] : check;
+        if (t < 16) {
+            const u64 word = t < 15 ? shared.header[t] : check;
+            ((u64*)job.frame)[t] = word;
+            if (job.header_copy) ((u64*)job.header_copy)[t] = word;
+        }
     }
 }
 

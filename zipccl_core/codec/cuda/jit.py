@@ -661,6 +661,7 @@ class Job(NamedTuple):
     codebook_address: int = 0
     codebook: int = 0
     coded: bool = True  # False: no block of it is touched, only its header read
+    header_copy: int = 0  # of a frame that is encoded: pinned memory of the host for its header
 
 
 class Table(NamedTuple):
@@ -685,7 +686,7 @@ def make_table(jobs: Sequence[Job], device: torch.device, *, same_tiles: bool = 
     packed = bytearray()
     for job in jobs:
         tiles = n_blocks(job.n) if job.coded else 0
-        packed += _JOB.pack(*job[:6], 0 if same_tiles else first, tiles, 0)
+        packed += _JOB.pack(*job[:6], 0 if same_tiles else first, tiles, job.header_copy)
         first += tiles
     tiles = n_blocks(jobs[0].n) if same_tiles and jobs else first
     if first >= MAX_TILES:

@@ -61,7 +61,7 @@ struct FrameJob {
     u64 codebook;         // encoder: the 7 exponents, ascending, from the lowest byte; decoder: unused
     u32 first_tile;       // tiles (blocks) of the jobs before this one
     u32 tiles;            // blocks of this frame that the launch handles
-    u64 reserved;
+    u64 header_copy;      // encoder: where the frame's header goes as well, in memory of the host; or 0
 };
 static_assert(sizeof(FrameJob) == ZIPCCL_JOB_BYTES, "jit.py packs this");
 
