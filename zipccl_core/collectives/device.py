@@ -32,8 +32,7 @@ class Event(Protocol):
 
 
 class HostBytes(Protocol):
-    """Bytes on their way from the device to the host. To be kept until they are here.
-    """
+    """Bytes on their way from the device to the host. To be kept until they are here."""
 
     @property
     def event(self) -> Event:

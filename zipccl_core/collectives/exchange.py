@@ -47,8 +47,10 @@ from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
 log = logging.getLogger("zipccl")
 
 _GRACE_S = 1.0
-_NEWS_S = 0.2
-_SWEEP_S = 0.002
+_NEWS_S, _NEWS_NAP_S = 0.2, 0.002
+# How often the progress thread looks at a device that is busy, and at one that was not. Seldom: to take the interpreter
+# from a thread that makes calls stops that for a tenth of a millisecond.
+_SWEEP_S, _LOOK_S = 0.02, 0.1
 _PATIENCE_S = 0.002  # what is less late is waited for: watching transfers costs a thread each
 _SPINS, _SPINS_A_LOOK = 48, 8
 EXIT_S = 5.0
@@ -143,7 +145,10 @@ class Exchange:
         self._free_s = 0.0  # when the call before was over
         self._fingerprint = policy.fingerprint()
         self._switch, self._plain = Switch(policy), replace(policy, compress="never")
-        self.stats: dict[str, Counter[str]] = {}
+        self._books: dict[str, Counter[str]] = {}
+        self._straight: Counter[tuple[str, int]] = (
+            Counter()
+        )  # calls that went straight: (operation, bytes sent in each)
         self.last_decision: Decision | None = None
         self.board = board
         self.peers = [r for r in range(size) if r != rank]
@@ -160,7 +165,7 @@ class Exchange:
         self._calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
         self._handed = self._taken = 0  # calls put there, and those of them that are over
         self._baton = threading.Lock()  # who has it executes a call, or looks after a device
-        self._dozing = False  # the progress thread looks at no device until it is given something
+        self._dozing = False  # the progress thread knows of no device yet, and waits until it is given something
         self._ahead: deque[Call | None] = deque()  # taken from there before their turn; of the progress thread
         self._stash: dict[int, dict[bytes, deque[Control]]] = {
             p: {CallRecord.MAGIC: deque(), Sizes.MAGIC: deque(), Verdict.MAGIC: deque()} for p in self.peers
@@ -216,7 +221,7 @@ class Exchange:
         finally:
             if taken:
                 self._baton.release()
-        if taken and pipeline is not None and self._dozing and pipeline.busy:
+        if taken and self._dozing:
             self._calls.put(_WAKE)
         return Work(calls)
 
@@ -354,11 +359,11 @@ class Exchange:
     def _next(self) -> Call | None:
         """The next call, None for the end; looks after what devices are busy with meanwhile."""
         while not self._ahead:
-            self._dozing = True  # said before it is looked: who makes a device busy after that wakes this thread
+            self._dozing = True  # said before it is looked: who uses a device for the first time after that wakes it
             busy = [p for p in list(self.pipelines.values()) if p.busy] if self.broken is None else []
-            self._dozing = not busy
+            self._dozing = not self.pipelines
             try:
-                found = self._calls.get(timeout=_SWEEP_S if busy else None)
+                found = self._calls.get(timeout=None if self._dozing else _SWEEP_S if busy else _LOOK_S)
                 if found is not _WAKE:
                     return found
             except queue.Empty:
@@ -493,7 +498,7 @@ class Exchange:
             self._wait(call, work, deadline, [incoming.src])
             refused = self._open(call, incoming, deque()) or refused
         with self._books_lock:
-            self.stats.setdefault(call.operation, Counter())["retransmissions"] += len(arrivals)
+            self._books.setdefault(call.operation, Counter())["retransmissions"] += len(arrivals)
         log.warning("rank %d: %s: %d damaged messages were sent again", self.rank, title(call), len(arrivals))
         verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
         self.end_transfers(call, transfers, deadline)
@@ -903,7 +908,7 @@ class Exchange:
         """The peer whose connection was lost first, if its listener knows already: others have only followed it."""
         until = time.monotonic() + _NEWS_S
         while not self.transport.lost and time.monotonic() < until:
-            time.sleep(_SWEEP_S)
+            time.sleep(_NEWS_NAP_S)
         return self.transport.lost[:1]
 
     def give_up(self, error: ZipcclError, cause: BaseException) -> ZipcclError:
@@ -945,19 +950,29 @@ class Exchange:
     def forget(self) -> None:
         """Empty the books: what was called so far was nobody's call. With nothing under way."""
         with self._books_lock:
-            self.stats.clear()
+            self._books.clear()
+            self._straight.clear()
             self.last_decision, self._arrivals_s = None, {}
             self.arrived_last.clear()
 
     def count_native(self, operation: str, sent_bytes: int, decision: Decision) -> None:
         """Enter a call that went straight to the backend into the books; from any thread."""
         with self._books_lock:
-            books = self.stats.setdefault(operation, Counter())
-            books["calls"] += 1
-            books["native"] += 1
-            books["raw_bytes"] += sent_bytes
-            books["sent_bytes"] += sent_bytes
+            self._straight[operation, sent_bytes] += 1
+            self.last_decision = decision
+        if log.isEnabledFor(logging.DEBUG):
             self._decided(decision)
+
+    def books(self) -> dict[str, Counter[str]]:
+        """What was counted, for each operation."""
+        with self._books_lock:
+            found = {operation: Counter(books) for operation, books in self._books.items()}
+            for (operation, sent_bytes), calls in self._straight.items():
+                sent = calls * sent_bytes
+                found.setdefault(operation, Counter()).update(
+                    {"calls": calls, "native": calls, "raw_bytes": sent, "sent_bytes": sent}
+                )
+        return found
 
     def _decided(self, decision: Decision) -> None:
         self.last_decision = decision
@@ -973,7 +988,7 @@ class Exchange:
     ) -> None:
         """Enter what one call sent into the books; from any thread."""
         with self._books_lock:
-            books = self.stats.setdefault(operation, Counter())
+            books = self._books.setdefault(operation, Counter())
             books["calls"] += calls
             books["raw_bytes"] += sent_natively_bytes
             books["sent_bytes"] += sent_natively_bytes

@@ -20,7 +20,7 @@ import logging
 import struct
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +61,7 @@ class _Message:
         buffer: of its frames, and of a reduction's terms that come uncoded; empty else.
         frames: bytes and digest of each chunk's frame, once they are known.
         escapes: in them, of a message that goes.
+        late: the chunks whose frames phase one has no room for, once that is known.
         in_books: what `sent` has said.
     """
 
@@ -69,7 +70,15 @@ class _Message:
     buffer: Buffer = _NO_BUFFER
     frames: tuple[tuple[int, int], ...] = ()
     escapes: int = 0
+    late: list[int] = field(default_factory=list)
     in_books: Sent | None = None
+
+    def told(self, frames: tuple[tuple[int, int], ...], escapes: int = 0) -> None:
+        """Take in what is known of its frames."""
+        self.frames, self.escapes = frames, escapes
+        for i, chunk in enumerate(self.chunks):
+            if frames[i][0] > chunk.phase_one_bytes:
+                self.late.append(i)
 
     @property
     def coded(self) -> bool:
@@ -84,22 +93,18 @@ class _Message:
     def phase_one(self, chunk: Chunk) -> Tensor:
         return self.buffer.part(chunk.at, chunk.phase_one_bytes)
 
-    def rest(self, index: int) -> Tensor | None:
-        """What of a chunk's frame phase one had no room for."""
-        chunk, (frame_bytes, _) = self.chunks[index], self.frames[index]
-        if frame_bytes <= chunk.phase_one_bytes:
-            return None
-        return self.buffer.part(chunk.at + chunk.phase_one_bytes, frame_bytes - chunk.phase_one_bytes)
-
     def rests(self) -> list[Tensor]:
         """What phase one had no room for, of all chunks."""
-        return [rest for i in range(len(self.chunks)) if (rest := self.rest(i)) is not None]
+        found = []
+        for i in self.late:
+            chunk, size = self.chunks[i], self.frames[i][0]
+            found.append(self.buffer.part(chunk.at + chunk.phase_one_bytes, size - chunk.phase_one_bytes))
+        return found
 
     def came(self, index: int) -> Tensor:
-        """A chunk's frame as far as it has come: phase one, or the whole once its size is known."""
+        """A chunk's frame as far as it has come: phase one, or the whole once it is known to be longer."""
         chunk = self.chunks[index]
-        size = max(chunk.phase_one_bytes, self.frames[index][0]) if self.frames else chunk.phase_one_bytes
-        return self.buffer.part(chunk.at, size)
+        return self.buffer.part(chunk.at, self.frames[index][0] if index in self.late else chunk.phase_one_bytes)
 
     def sent(self) -> Sent:
         """For the books, once the sizes are known."""
@@ -111,8 +116,25 @@ class _Message:
         raw_bytes, n = self.flat.numel() * self.flat.element_size(), self.flat.numel()
         if not self.coded:
             return Sent(raw_bytes, raw_bytes, n)
-        sent = sum(max(c.phase_one_bytes, size) for c, (size, _) in zip(self.chunks, self.frames, strict=True))
-        return Sent(raw_bytes, sent, n, coded=True, phase_two=bool(self.rests()), escapes=self.escapes)
+        sent = sum([chunk.phase_one_bytes for chunk in self.chunks])
+        sent += sum([self.frames[i][0] - self.chunks[i].phase_one_bytes for i in self.late])
+        return Sent(raw_bytes, sent, n, coded=True, phase_two=bool(self.late), escapes=self.escapes)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What calls with messages of the same sizes have alike.
+
+    Attributes:
+        outgoing, incoming: (peer, chunks of its message, whether that takes a buffer) of each that has one.
+        sizes: bytes of the buffers, those of outgoing messages before those of incoming ones, and the scratch's last.
+        with_scratch: whether there is one.
+    """
+
+    outgoing: tuple[tuple[int, tuple[Chunk, ...], bool], ...]
+    incoming: tuple[tuple[int, tuple[Chunk, ...], bool], ...]
+    sizes: list[int]
+    with_scratch: bool
 
 
 @dataclass
@@ -168,8 +190,7 @@ class Pipeline:
         self._exchange, self.device, self.link = exchange, device, link
         self.pool = Pool(device.empty)
         self._in_flight: deque[_InFlight] = deque()
-        policy = exchange.policy  # bound once: to hash it takes longer than to look up the chunks
-        self._chunks_of = functools.lru_cache(4096)(lambda n, dtype: chunks_of(policy, n, dtype_text(dtype)))
+        self._shape_of = functools.lru_cache(4096)(self._shape)
         self._kept: list[Any] = []  # what must live until the device is done with the call in hand
         self._abandoned: list[Any] = []  # of calls that failed for good, until close()
         self._wrong: ZipcclError | None = None
@@ -346,51 +367,72 @@ class Pipeline:
         call.paused = not exchange.codes_now(call)
         if call.native is not None or call.invalid is not None or not call.sends:
             return _Plan({}, {}, [], [], None)
-        sizes: list[int] = []
-        wanting: list[_Message] = []
-        dtype = dtype_text(call.sends[0].dtype)
-        is_term = call.target is not None
-
-        def message(flat: Tensor, is_incoming: bool) -> _Message:
-            made, n_bytes = _Message(flat), flat.numel() * flat.element_size()
-            if not call.paused and exchange.codes_on_device(call.kind, dtype, n_bytes):
-                made.chunks = self._chunks_of(flat.numel(), flat.dtype)
-                sizes.append(buffer_bytes(made.chunks))
-                wanting.append(made)
-            elif is_term and is_incoming:
-                sizes.append(n_bytes)
-                wanting.append(made)
-            return made
-
+        shape = self._shape_of(
+            call.kind,
+            call.paused,
+            exchange.thresholds.get(call.kind),
+            call.sends[0].dtype,
+            tuple([call.sends[peer].numel() for peer in exchange.peers[: 1 if call.same_for_all else None]]),
+            tuple([call.receives[peer].numel() for peer in exchange.peers]),
+        )
+        with self.device.on("encode"):
+            buffers = self.pool.take(shape.sizes) if shape.sizes else []
+        unused = iter(buffers)
         outgoing: dict[int, _Message] = {}
-        incoming: dict[int, _Message] = {}
         messages: list[_Message] = []
-        for peer in exchange.peers:
-            if call.same_for_all and outgoing:
-                outgoing[peer] = next(iter(outgoing.values()))
-            elif call.sends[peer].numel():
-                made = outgoing[peer] = message(call.sends[peer], False)
-                if made.coded:
-                    messages.append(made)
-            if call.receives[peer].numel():
-                incoming[peer] = message(call.receives[peer], True)
-        scratch_bytes, most_chunks = 0, max((len(m.chunks) for m in messages), default=0)
-        for index in range(most_chunks):
-            words = tuple(m.chunks[index].words for m in messages if index < len(m.chunks))
+        for peer, chunks, has_buffer in shape.outgoing:
+            made = outgoing[peer] = _Message(call.sends[peer], chunks)
+            if has_buffer:
+                made.buffer = next(unused)
+                messages.append(made)
+        if call.same_for_all and outgoing:
+            outgoing = dict.fromkeys(exchange.peers, made)
+        incoming: dict[int, _Message] = {}
+        for peer, chunks, has_buffer in shape.incoming:
+            made = incoming[peer] = _Message(call.receives[peer], chunks)
+            if has_buffer:
+                made.buffer = next(unused)
+                if not chunks:
+                    n_bytes = made.flat.numel() * made.flat.element_size()
+                    made.flat = made.buffer.part(0, n_bytes).view(made.flat.dtype)
+        # No chunk could be worked on while another moves, and the caller does nothing meanwhile: what keeps streams in
+        # order, much of the host's time in a call, can be spared.
+        call.in_order = call.waited_for and max(shape.sizes, default=0) <= _MOST_IN_ORDER_BYTES
+        return _Plan(outgoing, incoming, messages, buffers, buffers[-1].whole if shape.with_scratch else None)
+
+    def _shape(
+        self,
+        kind: str,
+        paused: bool,
+        threshold: int | None,
+        dtype: torch.dtype,
+        sends: tuple[int, ...],
+        receives: tuple[int, ...],
+    ) -> _Shape:
+        """The shape of calls that send and receive so many words to and from each peer; `threshold` is looked up."""
+        name, peers, sizes = dtype_text(dtype), self._exchange.peers, list[int]()
+
+        def messages(words: tuple[int, ...], are_terms: bool) -> tuple[tuple[int, tuple[Chunk, ...], bool], ...]:
+            found = []
+            for peer, n in zip(peers, words, strict=False):
+                n_bytes = n * dtype.itemsize
+                coded = not paused and self._exchange.codes_on_device(kind, name, n_bytes)
+                chunks = chunks_of(self._exchange.policy, n, name) if coded else ()
+                if coded or (n and are_terms):
+                    sizes.append(buffer_bytes(chunks) if coded else n_bytes)
+                if n:
+                    found.append((peer, chunks, coded or are_terms))
+            return tuple(found)
+
+        outgoing = messages(sends, False)
+        incoming = messages(receives, kind == "reduce")
+        scratch_bytes = 0
+        for index in range(max((len(chunks) for _, chunks, _ in outgoing), default=0)):
+            words = [chunks[index].words for _, chunks, _ in outgoing if index < len(chunks)]
             scratch_bytes = max(scratch_bytes, self.device.scratch_bytes(words))
         if scratch_bytes:
             sizes.append(scratch_bytes)
-        with self.device.on("encode"):
-            buffers = self.pool.take(sizes) if sizes else []
-        for made, buffer in zip(wanting, buffers, strict=False):
-            made.buffer = buffer
-            if not made.coded:
-                n_bytes = made.flat.numel() * made.flat.element_size()
-                made.flat = buffer.part(0, n_bytes).view(made.flat.dtype)
-        # No chunk could be worked on while another moves, and the caller does nothing meanwhile: what keeps streams in
-        # order, much of the host's time in a call, can be spared.
-        call.in_order = call.waited_for and max(sizes, default=0) <= _MOST_IN_ORDER_BYTES
-        return _Plan(outgoing, incoming, messages, buffers, buffers[-1].whole if scratch_bytes else None)
+        return _Shape(outgoing, incoming, sizes, scratch_bytes > 0)
 
     def _encode(self, call: Call, plan: _Plan) -> tuple[list[HostBytes], list[Event]]:
         """Encode chunk after chunk, all messages at once: the headers of each chunk on their way, and an event a chunk
@@ -456,13 +498,10 @@ class Pipeline:
         exchange, outgoing = self._exchange, plan.outgoing
         if headers:
             exchange.poll(headers[-1].query, deadline, title(call), [exchange.rank])
-        for index, made in enumerate(headers):
-            batch = (m for m in plan.messages if index < len(m.chunks))
-            for m, (frame_bytes, digest, escapes) in zip(
-                batch, _SIZE_DIGEST_ESCAPES.iter_unpack(made.read()), strict=True
-            ):
-                m.frames = (*m.frames, (frame_bytes, digest))
-                m.escapes += escapes
+            found = [iter(_SIZE_DIGEST_ESCAPES.iter_unpack(made.read())) for made in headers]
+            for m in plan.messages:
+                mine = [next(found[index]) for index in range(len(m.chunks))]
+                m.told(tuple([(size, digest) for size, digest, _ in mine]), sum([escapes for _, _, escapes in mine]))
         error, self._wrong = self._wrong, None
         fatal = False
         if error is None and refused is not None:
@@ -481,19 +520,18 @@ class Pipeline:
             return exchange.give_up(first.error, first.error) if any(s.fatal for s in known) else first.error
         exchange.learn(call, sum(s.raw_bytes for s in known), sum(s.sent_bytes for s in known))
         for peer, message in plan.incoming.items():
-            message.frames = known[peer].frames
-            self._check_sizes(call, peer, message)
+            self._check_sizes(call, peer, message, known[peer].frames)
+            message.told(known[peer].frames)
         return None
 
-    def _check_sizes(self, call: Call, src: int, message: _Message) -> None:
+    def _check_sizes(self, call: Call, src: int, message: _Message, frames: tuple[tuple[int, int], ...]) -> None:
         """What a peer says of its frames must be possible, or nothing more can be agreed on with it."""
-        sizes = [size for size, _ in message.frames]
-        possible = len(sizes) == len(message.chunks) and all(
-            HEADER_BYTES <= size <= chunk.capacity_bytes for size, chunk in zip(sizes, message.chunks, strict=True)
-        )
+        possible = len(frames) == len(message.chunks)
+        for (size, _), chunk in zip(frames, message.chunks, strict=False):
+            possible = possible and HEADER_BYTES <= size <= chunk.capacity_bytes
         if not possible:
             text = (
-                f"{title(call)}: rank {src} tells of frames of {sizes} bytes where rank "
+                f"{title(call)}: rank {src} tells of frames of {[size for size, _ in frames]} bytes where rank "
                 f"{self._exchange.rank} expects {len(message.chunks)} of at most "
                 f"{[chunk.capacity_bytes for chunk in message.chunks]}; run the same version on all ranks"
             )
@@ -674,7 +712,7 @@ def _stream(call: Call, name: str) -> str:
 
 def _overflowed(incoming: dict[int, _Message]) -> set[int]:
     """The chunks of which some peer's frame was too long for phase one."""
-    return {i for m in incoming.values() for i in range(len(m.chunks)) if m.rest(i) is not None}
+    return {i for m in incoming.values() for i in m.late}
 
 
 def _pieces(peer: int, message: _Message, index: int) -> list[Piece]:
