@@ -14,10 +14,11 @@ import torch.distributed as dist
 
 from conformance.subjects.zipccl import MODES, VARIANTS, ZipcclCommunicator, ZipcclSubject
 from zipccl_core import Communicator, Policy
-from zipccl_core.collectives.pipeline import Pipeline
+from zipccl_core.collectives import pipeline
 from zipccl_core.tests.thread_device import ThreadDevice, ThreadLink
 
 PAUSE_S = 0.0002
+MOST_IN_ORDER_BYTES = 1 << 16  # so that calls of either kind are made: in one stream, and in several
 
 
 class PipelineSubject(ZipcclSubject):
@@ -32,10 +33,11 @@ class PipelineSubject(ZipcclSubject):
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
         policy = Policy(timeout_s=timeout_s, verify="wait", **(MODES | VARIANTS)[mode or "always"])
         made = Communicator(group, policy)
+        pipeline.MOST_IN_ORDER_BYTES = MOST_IN_ORDER_BYTES
         device = ThreadDevice(PAUSE_S)
         exchange = made._exchange
         exchange.transport.share_memory(exchange.board, exchange.rank, timeout_s)
-        exchange.pipelines["cpu"] = Pipeline(exchange, device, ThreadLink(exchange.transport, device))
+        exchange.pipelines["cpu"] = pipeline.Pipeline(exchange, device, ThreadLink(exchange.transport, device))
         weakref.finalize(exchange, device.close)
         return ZipcclCommunicator(made)
 

@@ -76,8 +76,8 @@ class Call:
         device: type of the device that the tensors are on, empty if there are none; "cpu" unless a Pipeline takes it.
         target: of an ordered reduction on a device, where the sum goes; `receives` then tell sizes only.
         waited_for: on a device, whether the thread that carries it through has nothing else to do until it is over.
-        in_order: on a device, whether all of it goes to one stream.
-        issued: on a device, what the caller's stream held when the call was issued.
+        stream: on a device, the one that all of it goes to; empty if it goes to several.
+        issued: on a device, what the caller's stream held when the call was issued; None if it goes there itself.
         straight: on a device, starts the backend's own call, of which nobody is told; the Work.
         on, finished: once the call is over for the host: the device that still works on it, and until when.
     """
@@ -111,7 +111,7 @@ class Call:
     device: str = ""
     target: torch.Tensor | None = None
     waited_for: bool = False
-    in_order: bool = False
+    stream: str = ""
     issued: Event | None = None
     straight: Callable[[], Any] | None = None
     on: Device | None = None

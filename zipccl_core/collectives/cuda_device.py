@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -21,14 +22,16 @@ from ..codec.cuda.encode import launch_encode, scratch_bytes
 from ..codec.cuda.stats import launch_measure, measuring, samples_of
 from ..errors import InvalidArgument, ZipcclError
 from ..frame import HEADER_BYTES, FrameHeader, n_blocks
-from .device import STREAMS, Event
+from .device import CALLERS, STREAMS, Event
 from .exchange import Exchange
 from .link import GlooLink, Link, Nccl, NcclLink
 from .pipeline import Pipeline
 
 _T = TypeVar("_T")
+_Event = torch._C._CudaEventBase  # torch.cuda.Event asks more each time
 _THREAD_LOCAL_MODE = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _LEAST_ROWS_BYTES, _ROWS_AT_ONCE = 512, 16
+_MOST_STARTS = 1024  # of 1 KiB each
 _CODEBOOK_AT = {"fitted": 0, "gaussian": 8}
 
 
@@ -51,11 +54,11 @@ class _CaptureMode:
 class _Copy:
     """A pinned tensor and the event after which it is filled."""
 
-    def __init__(self, pinned: Tensor, event: torch.cuda.Event) -> None:
+    def __init__(self, pinned: Tensor, event: _Event) -> None:
         self._pinned, self.event = pinned, event
 
     def query(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+        return self.event.query()
 
     def read(self) -> bytes:
         return self._pinned.numpy().tobytes()
@@ -74,7 +77,7 @@ class _Rows:
         event: after which they are written, if somebody asks.
     """
 
-    event: torch.cuda.Event
+    event: _Event
 
     def __init__(self, place: tuple[int, memoryview], n_bytes: int, free: list[tuple[int, memoryview]]) -> None:
         self.address, self._memory = place
@@ -84,7 +87,7 @@ class _Rows:
         self._free.append((self.address, self._memory))
 
     def query(self) -> bool:
-        return bool(self.event.query())  # type: ignore[no-untyped-call]
+        return self.event.query()
 
     def read(self) -> bytes:
         return bytes(self._memory[: self._n_bytes])
@@ -101,6 +104,12 @@ def _add_rows(free: list[tuple[int, memoryview]], n_bytes: int) -> None:
     pinned = torch.empty(size * _ROWS_AT_ONCE, dtype=torch.uint8, device="cpu", pin_memory=True)
     whole = pinned.numpy().data
     free += [(pinned.data_ptr() + at, whole[at : at + size]) for at in range(0, size * _ROWS_AT_ONCE, size)]
+
+
+@functools.lru_cache(64)
+def _packed(codebook: Codebook) -> int:
+    """A codebook as a job holds it."""
+    return int.from_bytes(bytes(codebook.exponents), "little")
 
 
 class _Attached:
@@ -158,9 +167,11 @@ class CudaDevice:
         # Communicator's, two ranks could wait for each other.
         self._lanes = jit.lend_lanes(device, len(STREAMS))
         self._chosen = _Chosen()
-        self._on = {name: _On(self._chosen, lane) for name, lane in zip(STREAMS, self._lanes, strict=True)}
+        lanes = [*self._lanes, jit.default_lane(device)]
+        self._on = {name: _On(self._chosen, lane) for name, lane in zip((*STREAMS, CALLERS), lanes, strict=True)}
         self._attached = _Attached(device, self._lanes[0].device.context)
         self._current: dict[int, torch.cuda.Stream] = {}
+        self._starts: dict[tuple[Any, ...], list[jit.Start]] = {}
         self._free_rows: dict[int, list[tuple[int, memoryview]]] = {}
 
     @property
@@ -171,13 +182,13 @@ class CudaDevice:
     def attached(self) -> _Attached:
         return self._attached
 
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def now(self) -> _Event:
+        event = _Event()
         event.record(self._current_stream())
         return event
 
     def join(self, event: Event) -> None:
-        self._current_stream().wait_event(event)  # type: ignore[arg-type]
+        event.wait(self._current_stream())  # type: ignore[attr-defined]
 
     def _current_stream(self) -> torch.cuda.Stream:
         """The caller's; torch makes a new object each time, and asks much before."""
@@ -204,19 +215,22 @@ class CudaDevice:
     def is_capturing(self) -> bool:
         return torch._C._cuda_getDevice() != self._device.index or torch._C._cuda_isCurrentStreamCapturing()
 
+    def can_use_callers(self) -> bool:
+        return torch._C._cuda_getCurrentRawStream(self._device.index) == 0  # PyCUDA launches on no other of torch's
+
     def on(self, stream: str) -> _On:
         return self._on[stream]
 
     def share(self, shares: bool) -> None:
         self.lane.shares = shares
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    def mark(self) -> _Event:
+        event = _Event()
         event.record(self.lane.torch_stream)
         return event
 
     def after(self, event: Event) -> None:
-        self.lane.torch_stream.wait_event(event)  # type: ignore[arg-type]
+        event.wait(self.lane.torch_stream)  # type: ignore[attr-defined]
 
     def empty(self, n_bytes: int) -> Tensor:
         return self.run(lambda: torch.empty(n_bytes, dtype=torch.uint8, device=self._device))
@@ -245,16 +259,14 @@ class CudaDevice:
         jobs = []
         to = headers.address
         for source, codebook, frame in zip(words, codebooks, frames, strict=True):
-            address, exponents = 0, 0
-            if isinstance(codebook, Codebook):
-                exponents = int.from_bytes(bytes(codebook.exponents), "little")
-            else:
-                address = codebook  # type: ignore[assignment]
+            address, exponents = (codebook, 0) if type(codebook) is int else (0, _packed(codebook))
             n, capacity = source.numel(), frame.numel()
-            jobs.append(jit.Job(source.data_ptr(), frame.data_ptr(), n, capacity, address, exponents, True, to))
+            jobs.append((source.data_ptr(), frame.data_ptr(), n, capacity, address, exponents, True, to))
             to += HEADER_BYTES
-        table = jit.make_table(jobs, self._device)
-        launch_encode(self.lane, table, words[0].element_size(), scratch.data_ptr())
+        element_bytes, at = words[0].element_size(), scratch.data_ptr()
+        self._start(
+            ("encode", element_bytes, at, *jobs), lambda table: launch_encode(self.lane, table, element_bytes, at), jobs
+        )
         headers.event = self.mark()
         return headers
 
@@ -262,15 +274,23 @@ class CudaDevice:
         if isinstance(kind, Codebook):
             return [kind] * len(words)
         rows = self.lane.room("statistics", jit.STATISTICS_BYTES * len(words))
-        table = jit.make_table([measuring(w) for w in words], self._device)
-        launch_measure(self.lane, table, words[0].element_size(), max(samples_of(w) for w in words), rows)
+        element_bytes, jobs = words[0].element_size(), [measuring(w) for w in words]
+
+        def launch(table: jit.Table) -> list[jit.Start]:
+            return launch_measure(self.lane, table, element_bytes, max(samples_of(w) for w in words), rows)
+
+        self._start(("measure", element_bytes, rows, *jobs), launch, jobs)
         return [rows + jit.STATISTICS_BYTES * i + _CODEBOOK_AT[kind] for i in range(len(words))]
 
     def decode(self, frames: Sequence[Tensor], out: Sequence[Tensor]) -> _Rows:
-        jobs = [jit.Job(o.data_ptr(), f.data_ptr(), o.numel(), f.numel()) for f, o in zip(frames, out, strict=True)]
-        table = jit.make_table(jobs, self._device)
-        verdicts = self._rows(jit.VERDICT_BYTES * len(jobs))
-        launch_decode(self.lane, table, out[0].element_size(), verdicts.address)
+        jobs = [(o.data_ptr(), f.data_ptr(), o.numel(), f.numel()) for f, o in zip(frames, out, strict=True)]
+        verdicts, element_bytes = self._rows(jit.VERDICT_BYTES * len(jobs)), out[0].element_size()
+        rows = verdicts.address
+        self._start(
+            ("decode", element_bytes, rows, *jobs),
+            lambda table: launch_decode(self.lane, table, element_bytes, rows),
+            jobs,
+        )
         return verdicts
 
     def decode_reduce(self, terms: Sequence[Tensor], out: Tensor, kind: str, factor: float | None) -> _Rows:
@@ -278,11 +298,41 @@ class CudaDevice:
         jobs = []
         for term in terms:
             address, is_frame = term.data_ptr(), term.dtype == torch.uint8
-            jobs.append(jit.Job(0, address, n, term.numel()) if is_frame else jit.Job(address, 0, n, 0))
-        table = jit.make_table(jobs, self._device, same_tiles=True)
-        verdicts, size = self._rows(jit.VERDICT_BYTES * len(jobs)), out.element_size()
-        launch_decode_reduce(self.lane, table, size, out.data_ptr(), kind == "avg", factor, verdicts.address)
+            jobs.append((0, address, n, term.numel()) if is_frame else (address, 0, n, 0))
+        verdicts, element_bytes, to = self._rows(jit.VERDICT_BYTES * len(jobs)), out.element_size(), out.data_ptr()
+        rows = verdicts.address
+
+        def launch(table: jit.Table) -> list[jit.Start]:
+            return launch_decode_reduce(self.lane, table, element_bytes, to, kind == "avg", factor, rows)
+
+        self._start(("reduce", element_bytes, to, kind, repr(factor), rows, *jobs), launch, jobs, same_tiles=True)
         return verdicts
+
+    def _start(
+        self,
+        key: tuple[Any, ...],
+        launch: Callable[[jit.Table], list[jit.Start]],
+        jobs: Sequence[tuple[Any, ...]],
+        same_tiles: bool = False,
+    ) -> None:
+        """Launch on the lane in use; what was launched before with everything at the same places is started again.
+
+        Args:
+            key: all that `launch` depends on, but for the lane.
+            jobs: fields of jit.Job.
+        """
+        lane = self.lane
+        key = (lane.handle, lane.generation, lane.shares, *key)
+        known = self._starts.get(key)
+        if known is not None:
+            jit.start(known, lane.stream)
+            return
+        table = jit.make_table([jit.Job(*job) for job in jobs], self._device, same_tiles=same_tiles)
+        starts = launch(table)
+        if table.device_copy is None and lane.generation == key[1]:
+            if len(self._starts) >= _MOST_STARTS:
+                self._starts.clear()
+            self._starts[key] = starts
 
     def _rows(self, n_bytes: int) -> _Rows:
         free = self._free_rows.setdefault(_class_bytes(n_bytes), [])

@@ -22,6 +22,7 @@ from ..frame import FrameHeader
 _T = TypeVar("_T")
 
 STREAMS = ("encode", "move", "decode")
+CALLERS = "caller's"
 
 
 class Event(Protocol):
@@ -73,8 +74,11 @@ class Device(Protocol):
     def is_capturing(self) -> bool:
         """False if the calling thread's current stream of the framework is not being captured, as far as is known."""
 
+    def can_use_callers(self) -> bool:
+        """Whether CALLERS is the calling thread's current stream of the framework: what goes there needs no order."""
+
     def on(self, stream: str) -> AbstractContextManager[None]:
-        """Everything within goes to this stream of STREAMS."""
+        """Everything within goes to this stream of STREAMS, or to CALLERS, if that can be used."""
 
     def share(self, shares: bool) -> None:
         """Whether kernels of the stream in use leave room, from now on, for those that move words meanwhile."""

@@ -195,8 +195,10 @@ class Exchange:
             with self._lock:
                 self.check_open(calls[0].operation)
                 pipeline = self.pipelines.get(calls[0].device)
-                issued = None if pipeline is None else pipeline.device.now()
                 taken = here and pipeline is not None and self._may_carry_here()
+                issued = None
+                if pipeline is not None and not (taken and pipeline.device.can_use_callers()):
+                    issued = pipeline.device.now()
                 number, self._sequence = self._sequence, self._sequence + 1
                 now_s, before = time.monotonic(), None
                 for call in calls:

@@ -54,7 +54,7 @@ def _phase_one_bytes(policy: Policy, n: int, dtype: str) -> int:
     return Envelope.BYTES + static_bytes(n) + prefix_bytes(policy, n, dtype)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sent:
     """What the books keep of a message.
 

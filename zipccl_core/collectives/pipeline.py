@@ -31,7 +31,7 @@ from ..frame import HEADER_BYTES
 from .buffers import CALLS_AT_ONCE, Buffer, Pool
 from .call import Call, Refused, data_tag, nothing, phase_range, title
 from .chunks import Chunk, buffer_bytes, chunks_of
-from .device import STREAMS, Device, Event, HostBytes
+from .device import CALLERS, STREAMS, Device, Event, HostBytes
 from .link import Link, Piece, Posted
 from .message import Sent, dtype_text, raw_view
 from .transport import is_of_the_connection
@@ -48,7 +48,7 @@ _SIZE_DIGEST_ESCAPES = struct.Struct(f"<16x3Q{HEADER_BYTES - 40}x")  # of a fram
 
 
 _NO_BUFFER = Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"))
-_MOST_IN_ORDER_BYTES = 24 << 20
+MOST_IN_ORDER_BYTES = 24 << 20
 
 
 @dataclass
@@ -215,6 +215,8 @@ class Pipeline:
             while sum(bool(flight.buffers) for flight in self._in_flight) >= CALLS_AT_ONCE:
                 self._retire(self._in_flight[0])
             plan = self._plan(call)
+            if call.issued is None and call.stream != CALLERS:
+                call.issued = self.device.now()
             buffers = plan.buffers
             self._kept += [plan]
             flight = self._carry(call, plan, deadline)
@@ -286,7 +288,7 @@ class Pipeline:
             finished = self._decode(call, plan, arrivals, verdicts, _overflowed(incoming), begun, deadline)
         elif not early:
             finished = self._decode(call, plan, arrivals, verdicts, None, begun, deadline)
-        call.finished, call.on = finished, self.device
+        call.finished, call.on = finished, None if call.stream == CALLERS else self.device
         control_sends, call.control_sends = call.control_sends, []
         found = list(verdicts.values())
         return _InFlight(title(call), deadline, finished, found, incoming, [], control_sends, self._kept)
@@ -343,7 +345,7 @@ class Pipeline:
 
     def _is_quiet(self) -> bool:
         """Whether the device comes to the end of all streams; waits at most _QUIET_S."""
-        ends = self._ends()
+        ends = self._ends(bool(self._in_flight or self._abandoned))
         until = time.monotonic() + _QUIET_S
         while not all(end.query() for end in ends):
             if time.monotonic() > until:
@@ -351,10 +353,10 @@ class Pipeline:
             time.sleep(_QUIET_NAP_S)
         return True
 
-    def _ends(self) -> list[Event]:
-        """Events behind what all streams hold."""
+    def _ends(self, callers: bool) -> list[Event]:
+        """Events behind what all streams hold, and the caller's as well if so."""
         ends = []
-        for stream in STREAMS:
+        for stream in (*STREAMS, CALLERS) if callers else STREAMS:
             with self.device.on(stream):
                 ends.append(self.device.mark())
         return ends
@@ -395,9 +397,10 @@ class Pipeline:
                 if not chunks:
                     n_bytes = made.flat.numel() * made.flat.element_size()
                     made.flat = made.buffer.part(0, n_bytes).view(made.flat.dtype)
-        # No chunk could be worked on while another moves, and the caller does nothing meanwhile: what keeps streams in
-        # order, much of the host's time in a call, can be spared.
-        call.in_order = call.waited_for and max(shape.sizes, default=0) <= _MOST_IN_ORDER_BYTES
+        if call.waited_for and max(shape.sizes, default=0) <= MOST_IN_ORDER_BYTES:
+            # No chunk could be worked on while another moves, and the caller does nothing meanwhile: what keeps streams
+            # in order, much of the host's time in a call, can be spared.
+            call.stream = CALLERS if self.device.can_use_callers() else STREAMS[0]
         return _Plan(outgoing, incoming, messages, buffers, buffers[-1].whole if shape.with_scratch else None)
 
     def _shape(
@@ -439,15 +442,15 @@ class Pipeline:
         after which it may go; or one if there is none."""
         device, messages = self.device, plan.messages
         headers: list[HostBytes] = []
-        with device.on("encode"), phase_range(call, "encode"):
+        with device.on(_stream(call, "encode")), phase_range(call, "encode"):
             before = call.before
-            if before is None or not (call.in_order and before.in_order):
+            if not call.stream or before is None or before.stream != call.stream:
                 if call.issued is not None:
                     device.after(call.issued)
                 if before is not None and before.finished is not None:
                     device.after(before.finished)
             if not messages:
-                return headers, [] if call.in_order else [device.mark()]
+                return headers, [] if call.stream else [device.mark()]
             scratch = plan.scratch
             assert scratch is not None
             self._exchange.reached("encode", call)
@@ -478,7 +481,7 @@ class Pipeline:
         count = max((len(m.chunks) for m in (*sends.values(), *receives.values())), default=0)
         with self.device.on(_stream(call, "move")), phase_range(call, "move"):
             for index in range(max(count, 1)):
-                if not call.in_order:
+                if not call.stream:
                     self.device.after(begun[min(index, len(begun) - 1)])
                 out = [piece for peer, m in sends.items() for piece in _pieces(peer, m, index)]
                 into = [piece for peer, m in receives.items() for piece in _pieces(peer, m, index)]
@@ -581,7 +584,7 @@ class Pipeline:
                 arrived += 1
 
         with device.on(_stream(call, "decode")), phase_range(call, "decode"):
-            if call.issued is not None and not call.in_order:
+            if call.issued is not None and not call.stream:
                 device.after(call.issued)  # the outputs may still be read there
             self._exchange.reached("decode", call)
             if late is not None:
@@ -589,7 +592,7 @@ class Pipeline:
             elif call.sends and call.native is None and call.target is None:
                 mine, own = call.sends[rank], call.receives[rank]
                 if own.numel() and own.data_ptr() != mine.data_ptr():
-                    if not call.in_order:
+                    if not call.stream:
                         device.after(begun[-1])  # it fills the device, and is in no hurry
                     device.copy(own, mine)
             make = self._decode_chunk if call.target is None else self._reduce_chunk
@@ -681,16 +684,16 @@ class Pipeline:
 
     def _drain(self, call: Call, arrivals: list[Posted], deadline: float) -> None:
         """Wait, bounded, for what was queued and the records of a call that failed: all posts have a counterpart."""
-        with self.device.on("move"):
+        with self.device.on(_stream(call, "move")):
             for posted in arrivals:
                 self._arrive(call, posted, deadline)
-        for end in self._ends():
+        for end in self._ends(call.stream == CALLERS):
             self._exchange.poll(end.query, deadline, title(call), self._exchange.peers)
         self._exchange.end_transfers(call, [], deadline)
 
     def _post(self, call: Call, out: list[Piece], into: list[Piece], deadline: float) -> Posted:
         try:
-            return self.link.post(out, into, data_tag(call), deadline, call.in_order)
+            return self.link.post(out, into, data_tag(call), deadline, bool(call.stream))
         except RuntimeError as exc:
             if not is_of_the_connection(exc):  # this rank's own trouble: no memory, a device that fails
                 raise
@@ -707,7 +710,7 @@ class Pipeline:
 
 def _stream(call: Call, name: str) -> str:
     """The stream of STREAMS for a step of a call."""
-    return STREAMS[0] if call.in_order else name
+    return call.stream or name
 
 
 def _overflowed(incoming: dict[int, _Message]) -> set[int]:

@@ -275,7 +275,7 @@ class Verdict:
         return cls(sequence, src, error, bool(fatal), tuple(damaged[:n_damaged]), raw, sent)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sizes:
     """What a rank's encoder made of its message to one peer, told as soon as it is known; of calls on a device.
 

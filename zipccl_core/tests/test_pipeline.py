@@ -340,6 +340,53 @@ def test_calls_in_flight_take_turns_with_two_sets_of_buffers(make: Any) -> None:
     assert pool.held_bytes <= pool.bound_bytes
 
 
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("wild", [False, True], ids=["normal", "any_pattern"])
+@pytest.mark.parametrize("where", ["several streams", "one stream", "the caller's stream", "either"])
+def test_calls_that_are_waited_for_keep_their_order_wherever_they_go(
+    make: Any, monkeypatch: pytest.MonkeyPatch, where: str, wild: bool
+) -> None:
+    n = 5 * BLOCK_WORDS + 3  # larger than what goes to one stream, if only "either" does
+    most = {"several streams": -1, "either": 4 * n}.get(where, 1 << 40)
+    monkeypatch.setattr("zipccl_core.collectives.pipeline.MOST_IN_ORDER_BYTES", most)
+    ranks = make(3, pause_s=0.002)
+    for device in ranks.devices:
+        device.has_callers = where in ("the caller's stream", "either")
+    inputs = [data(n, rank, wild=wild) for rank in range(3)]
+    total = summed(inputs)
+
+    def run(rank: int) -> list[bool]:
+        comm, outs = ranks.comms[rank], [nothing(3 * n) for _ in range(4)]
+        mine, sums = inputs[rank].clone(), [nothing(n) for _ in range(2)]
+        comm.all_gather_into_tensor(outs[0], mine)
+        works = [comm.all_gather_into_tensor(outs[1], outs[0][rank * n : (rank + 1) * n], async_op=True)]
+        comm.reduce_scatter_tensor(sums[0], outs[0])  # behind a call that nobody has waited for
+        works[0].wait()
+        comm.all_to_all_single(outs[2], outs[1])
+        works.append(comm.reduce_scatter_tensor(sums[1], outs[0], async_op=True))
+        comm.all_reduce(mine)
+        small = mine[: BLOCK_WORDS // 2].clone() if where != "the caller's stream" else data(9, rank)
+        comm.all_reduce(small)
+        comm.all_gather_into_tensor(outs[3], sums[0])
+        for work in works:
+            work.wait()
+        ranks.devices[rank].come_to_the_callers()
+        gathered = torch.cat(inputs)
+        parts = torch.cat([inputs[rank]] * 3)
+        scattered = [summed([gathered[r * n : (r + 1) * n]] * 3) for r in range(3)]
+        return [
+            same(outs[0], gathered),
+            same(outs[1], gathered),
+            same(outs[2], parts),
+            same(sums[0], scattered[rank]),
+            same(sums[1], scattered[rank]),
+            same(mine, total),
+            same(outs[3], torch.cat(scattered)),
+        ]
+
+    assert ranks.each(run) == [[True] * 7] * 3
+
+
 def test_buffers_are_bounded_over_calls_of_all_sizes(make: Any) -> None:
     ranks = make(2)
     largest = 40 * BLOCK_WORDS

@@ -22,7 +22,7 @@ from torch import Tensor
 from zipccl_core import Codebook
 from zipccl_core.codec import exponent_histogram
 from zipccl_core.codec.cpu import decode_into, encode_into
-from zipccl_core.collectives.device import STREAMS
+from zipccl_core.collectives.device import CALLERS, STREAMS
 from zipccl_core.collectives.link import Ordered, Piece
 from zipccl_core.collectives.message import patterns
 from zipccl_core.collectives.reduce import ReduceSpec, ordered_sum
@@ -109,7 +109,8 @@ class ThreadDevice:
     """
 
     def __init__(self, pause_s: float = 0.0) -> None:
-        self.streams = {name: Stream(pause_s) for name in (*STREAMS, "link")}
+        self.streams = {name: Stream(pause_s) for name in (*STREAMS, CALLERS, "link")}
+        self.has_callers = False
         self._in_use = threading.local()
         self.queued_ahead: Event | None = None
         self.released_busy = False
@@ -140,14 +141,29 @@ class ThreadDevice:
         return contextlib.nullcontext()
 
     def now(self) -> Event:
+        if self.has_callers:
+            with self.on(CALLERS):
+                return self.mark()
         return self.queued_ahead or Event(done=True)
 
     def join(self, event: Event) -> None:
-        assert event.done.wait(60), "the device never came to an event"
+        if self.has_callers:
+            self.streams[CALLERS].put(lambda: event.done.wait(60))
+        else:
+            assert event.done.wait(60), "the device never came to an event"
+
+    def come_to_the_callers(self) -> None:
+        """Wait for everything in the stream of who calls, as its owner would before it reads."""
+        end = Event()
+        self.streams[CALLERS].put(end.done.set)
+        assert end.done.wait(60), "the caller's stream never came to its end"
 
     def check(self, device: torch.device) -> None:
         if self.capturing:
             raise InvalidArgument("a collective cannot be captured")
+
+    def can_use_callers(self) -> bool:
+        return self.has_callers
 
     @contextlib.contextmanager
     def on(self, stream: str) -> Iterator[None]:

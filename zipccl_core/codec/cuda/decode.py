@@ -25,10 +25,12 @@ from .jit import (
     Job,
     Launch,
     Place,
+    Start,
     Table,
     check_frame,
     element_bytes_of,
     make_table,
+    start,
 )
 
 __all__ = ["Verdicts", "as_told", "decode_frames", "launch_decode", "read_header", "verdict_on"]
@@ -173,23 +175,25 @@ def decode_frames(frames: Sequence[Tensor], out: Sequence[Tensor]) -> Verdicts:
     return Verdicts(rows)
 
 
-def launch_decode(place: Place, table: Table, element_bytes: int, rows: int) -> None:
+def launch_decode(place: Place, table: Table, element_bytes: int, rows: int) -> list[Start]:
     """Launch the kernel on jobs that are known to be right.
 
     Args:
         table: of each frame its address and bytes, and the address and number of the words to write.
         element_bytes: of all outputs.
         rows: address of VERDICT_BYTES bytes a job, for the verdicts.
+
+    Returns:
+        See launch_encode.
     """
     scratch = place.zeroed("read", COUNTER_BYTES + ACCUMULATOR_BYTES * table.jobs)
     place.begin()
-    function, shared, most = place.device.persistent(
-        f"decode_{NAMES[element_bytes]}_kernel", "decode", "DECODE", element_bytes, (TABLE_SIGNATURE, "P", "P")
-    )
-    grid = (max(1, min(table.tiles, place.most_blocks(most))), 1)
-    function.prepared_async_call(
-        grid, (BLOCK_THREADS, 1, 1), place.stream, table.packed, scratch, rows, shared_size=shared
-    )
+    name = f"decode_{NAMES[element_bytes]}_kernel"
+    kernel = place.device.persistent(name, "decode", "DECODE", element_bytes, f"{TABLE_SIGNATURE}2P")
+    grid = (max(1, min(table.tiles, place.most_blocks(kernel.most_blocks))), 1)
+    starts = [kernel.told(grid, BLOCK_THREADS, table.packed, scratch, rows)]
+    start(starts, place.stream)
+    return starts
 
 
 def read_header(frame: Tensor) -> FrameHeader:

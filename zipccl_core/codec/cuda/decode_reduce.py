@@ -9,7 +9,19 @@ from torch import Tensor
 
 from ...errors import InvalidArgument
 from .decode import ACCUMULATOR_BYTES, COUNTER_BYTES, NAMES, Verdicts, frame_job
-from .jit import BLOCK_THREADS, TABLE_SIGNATURE, VERDICT_BYTES, Job, Launch, Place, Table, element_bytes_of, make_table
+from .jit import (
+    BLOCK_THREADS,
+    TABLE_SIGNATURE,
+    VERDICT_BYTES,
+    Job,
+    Launch,
+    Place,
+    Start,
+    Table,
+    element_bytes_of,
+    make_table,
+    start,
+)
 
 __all__ = ["decode_reduce", "launch_decode_reduce"]
 
@@ -72,7 +84,7 @@ def decode_reduce(
 
 def launch_decode_reduce(
     place: Place, table: Table, element_bytes: int, out: int, average: bool, factor: float | None, rows: int
-) -> None:
+) -> list[Start]:
     """Launch the kernel on terms that are known to be right.
 
     Args:
@@ -81,18 +93,17 @@ def launch_decode_reduce(
         out: address of the sum.
         average, factor: as decode_reduce.
         rows: address of VERDICT_BYTES bytes a term, for the verdicts.
+
+    Returns:
+        See launch_encode.
     """
     number = factor if factor is not None else float(table.jobs) if average else 0.0
     kind = "premul" if factor is not None else "average" if average else "sum"
     scratch = place.zeroed("read", COUNTER_BYTES + ACCUMULATOR_BYTES * table.jobs)
     place.begin()
-    function, shared, most = place.device.persistent(
-        f"decode_reduce_{kind}_{NAMES[element_bytes]}_kernel",
-        "decode_reduce",
-        "REDUCE",
-        element_bytes,
-        (TABLE_SIGNATURE, "P", "f", "P", "P"),
-    )
-    grid = (max(1, min(table.tiles, place.most_blocks(most))), 1)
-    arguments = (table.packed, out, number, scratch, rows)
-    function.prepared_async_call(grid, (BLOCK_THREADS, 1, 1), place.stream, *arguments, shared_size=shared)
+    name = f"decode_reduce_{kind}_{NAMES[element_bytes]}_kernel"
+    kernel = place.device.persistent(name, "decode_reduce", "REDUCE", element_bytes, f"{TABLE_SIGNATURE}PfPP")
+    grid = (max(1, min(table.tiles, place.most_blocks(kernel.most_blocks))), 1)
+    starts = [kernel.told(grid, BLOCK_THREADS, table.packed, out, number, scratch, rows)]
+    start(starts, place.stream)
+    return starts

@@ -17,10 +17,12 @@ from .jit import (
     Job,
     Launch,
     Place,
+    Start,
     Table,
     check_frame,
     element_bytes_of,
     make_table,
+    start,
 )
 from .stats import DeviceCodebook
 
@@ -29,8 +31,9 @@ __all__ = ["encode_frames", "launch_encode", "scratch_bytes"]
 _PACKERS_A_MULTIPROCESSOR = 2
 _TILES_A_PACKER = {2: 8, 4: 1}  # or more; low halves of one tile are work enough for a thread block
 _FRAME_SUMS_BYTES = 32
+_PACK_THREADS = 512
 _NAMES = {2: "bfloat16", 4: "float32"}
-_SIGNATURE = (TABLE_SIGNATURE, "P", "P", "P", "P")
+_SIGNATURE = f"{TABLE_SIGNATURE}4P"
 
 
 def encode_frames(
@@ -88,13 +91,16 @@ def scratch_bytes(tiles: int) -> int:
     return tiles * SLOT_BYTES + 16 * tiles + -(-2 * tiles // 16) * 16
 
 
-def launch_encode(place: Place, table: Table, element_bytes: int, scratch: int) -> None:
+def launch_encode(place: Place, table: Table, element_bytes: int, scratch: int) -> list[Start]:
     """Launch the kernels on jobs that are known to be right.
 
     Args:
         table: words, frame, n, capacity and codebook of each tensor.
         element_bytes: of all tensors.
         scratch: address of scratch_bytes(table.tiles) bytes, at a multiple of 16, until the kernels are done.
+
+    Returns:
+        What was started, to be started again with everything at the same places.
     """
     device, tiles = place.device, table.tiles
     sums = place.zeroed("encode", _FRAME_SUMS_BYTES * table.jobs)
@@ -102,16 +108,12 @@ def launch_encode(place: Place, table: Table, element_bytes: int, scratch: int) 
     arguments = (table.packed, sums, counts, counts + 16 * tiles, scratch)
     place.begin()
     name = _NAMES[element_bytes]
-    function, shared, most = device.persistent(f"encode_{name}_kernel", "encode", "ENCODE", element_bytes, _SIGNATURE)
-    pack = device.function(f"pack_{name}_kernel", "encode", (*_SIGNATURE, "I"))
+    encode = device.persistent(f"encode_{name}_kernel", "encode", "ENCODE", element_bytes, _SIGNATURE)
+    pack = device.kernel(f"pack_{name}_kernel", "encode", _SIGNATURE + "I")
     packers = min(-(-tiles // _TILES_A_PACKER[element_bytes]), device.multiprocessors * _PACKERS_A_MULTIPROCESSOR)
+    starts = [pack.told((packers + table.jobs, 1), _PACK_THREADS, *arguments, packers)]
+    if tiles:
+        starts.insert(0, encode.told((min(tiles, place.most_blocks(encode.most_blocks)), 1), BLOCK_THREADS, *arguments))
     with device.lock:  # the two kernels share sums, so that no other thread's may come between them
-        if tiles:
-            function.prepared_async_call(
-                (min(tiles, place.most_blocks(most)), 1),
-                (BLOCK_THREADS, 1, 1),
-                place.stream,
-                *arguments,
-                shared_size=shared,
-            )
-        pack.prepared_async_call((packers + table.jobs, 1), (512, 1, 1), place.stream, *arguments, packers)
+        start(starts, place.stream)
+    return starts

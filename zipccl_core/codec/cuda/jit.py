@@ -60,9 +60,12 @@ __all__ = [
     "Lane",
     "Launch",
     "Place",
+    "Start",
     "Usage",
     "compile_kernels",
+    "default_lane",
     "lend_lanes",
+    "start",
     "take_back_lanes",
     "warm",
 ]
@@ -386,6 +389,43 @@ def _driver() -> Any:
     return driver
 
 
+class Start(NamedTuple):
+    """A kernel with all that one launch of it was told: starting it again takes a fraction of putting that together."""
+
+    function: Any
+    grid: tuple[int, int]
+    threads: tuple[int, int, int]
+    arguments: bytes
+    shared_bytes: int
+
+
+def start(starts: Sequence[Start], stream: Any) -> None:
+    """Start kernels, one after another, on a stream of PyCUDA's. Its own calls ask the driver for more each time."""
+    for function, grid, threads, arguments, shared_bytes in starts:
+        function._launch_kernel(grid, threads, arguments, shared_bytes, stream)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A kernel that is loaded.
+
+    Attributes:
+        function: PyCUDA's.
+        pack: its arguments, as they lie in memory.
+        shared_bytes: of dynamic shared memory.
+        most_blocks: thread blocks that the device holds at once, of one with a persistent grid.
+    """
+
+    function: Any
+    pack: Callable[..., bytes]
+    shared_bytes: int = 0
+    most_blocks: int = 0
+
+    def told(self, grid: tuple[int, int], threads: int, *arguments: Any) -> Start:
+        """What starts it with these arguments."""
+        return Start(self.function, grid, (threads, 1, 1), self.pack(*arguments), self.shared_bytes)
+
+
 class Device:
     """One device: its primary context, which torch uses too, the modules in it, and a pool of streams."""
 
@@ -401,8 +441,7 @@ class Device:
         self.shared_bytes = int(device.get_attribute(attribute.MAX_SHARED_MEMORY_PER_MULTIPROCESSOR))
         self.arch = "sm_{}{}".format(*device.compute_capability())
         self.lock = threading.RLock()
-        self.functions: dict[str, tuple[Any, int, int]] = {}
-        self.others: dict[str, Any] = {}
+        self.kernels: dict[str, Kernel] = {}
         self.scratch: dict[tuple[str, int], Tensor] = {}
         self.outgrown: list[Tensor] = []
         self.modules: dict[str, Any] = {}
@@ -426,33 +465,29 @@ class Device:
             self.modules[stem] = _driver().module_from_buffer(cached_cubin(stem, self.arch))
         return self.modules[stem]
 
-    def function(self, kernel: str, stem: str, signature: Sequence[str]) -> Any:
-        """A prepared kernel without dynamic shared memory."""
+    def kernel(self, name: str, stem: str, signature: str) -> Kernel:
+        """A kernel without dynamic shared memory; signature as in struct."""
         with self.lock:
-            if kernel not in self.others:
-                function = self.module(stem).get_function(kernel)
-                function.prepare(list(signature))
-                self.others[kernel] = function
-            return self.others[kernel]
+            if name not in self.kernels:
+                self.kernels[name] = Kernel(self.module(stem).get_function(name), struct.Struct(signature).pack)
+            return self.kernels[name]
 
-    def persistent(
-        self, kernel: str, stem: str, kind: str, element_bytes: int, signature: Sequence[str]
-    ) -> tuple[Any, int, int]:
-        """A prepared kernel with a persistent grid: (function, shared bytes, most thread blocks at once)."""
+    def persistent(self, name: str, stem: str, kind: str, element_bytes: int, signature: str) -> Kernel:
+        """A kernel with a persistent grid."""
         with self.lock:
-            if kernel not in self.functions:
+            if name not in self.kernels:
                 module = self.module(stem)
                 address, size = module.get_global(f"{stem}_shared_bytes")
                 sizes = bytearray(size)
                 _driver().memcpy_dtoh(sizes, address)
                 shared = struct.unpack("2I", sizes)[element_bytes == 4]
-                function = module.get_function(kernel)
+                function = module.get_function(name)
                 function.set_attribute(_driver().function_attribute.MAX_DYNAMIC_SHARED_SIZE_BYTES, shared)
-                function.prepare(list(signature))
                 # 1 KiB of shared memory a thread block is the system's
                 blocks = min(resident_blocks(self.arch, kind, element_bytes), self.shared_bytes // (shared + 1024))
-                self.functions[kernel] = (function, shared, max(1, blocks) * self.multiprocessors)
-            return self.functions[kernel]
+                most_blocks = max(1, blocks) * self.multiprocessors
+                self.kernels[name] = Kernel(function, struct.Struct(signature).pack, shared, most_blocks)
+            return self.kernels[name]
 
     def zeroed(self, purpose: str, stream_key: int, n_bytes: int) -> Tensor:
         """Scratch that is zero before a launch and that every launch leaves zero; one a stream: launches take turns."""
@@ -474,7 +509,7 @@ class Place(Protocol):
 
     Attributes:
         device: see Device.
-        stream: for a prepared call; None is the default stream.
+        stream: PyCUDA's; None is the default stream.
     """
 
     device: Device
@@ -514,7 +549,7 @@ class Launch:
 
     Attributes:
         device: the Device.
-        stream: for a prepared call; None is the default stream.
+        stream: PyCUDA's; None is the default stream.
         key: which scratch belongs to this stream.
     """
 
@@ -564,20 +599,28 @@ class Launch:
 
 
 class Lane:
-    """A stream that nobody else has, for launches of one thread at a time, and memory that they take turns with.
+    """A stream for launches of one thread at a time, and memory that they take turns with.
 
-    Whoever launches has pushed the device's context. Non-blocking with respect to the default stream.
+    Whoever launches has pushed the device's context.
+
+    Args:
+        stream: PyCUDA's, that nobody else has and that does not wait for the default stream; None for that one.
 
     Attributes:
         device, stream: see Place.
         torch_stream, handle: the same stream, for torch and for others.
         shares: whether the next launches leave multiprocessors free for what runs beside them.
+        generation: another one whenever memory that earlier launches were told of is given up.
     """
 
     def __init__(self, device: Device, stream: Any) -> None:
-        self.device, self.stream, self.handle = device, stream, int(stream.handle)
-        self.torch_stream = torch.cuda.ExternalStream(self.handle, device=device.index)  # type: ignore[no-untyped-call]
-        self.shares = False
+        self.device, self.stream, self.handle = device, stream, int(stream.handle) if stream else 0
+        self.torch_stream: torch.cuda.Stream = (
+            torch.cuda.ExternalStream(self.handle, device=device.index)  # type: ignore[no-untyped-call]
+            if stream
+            else torch.cuda.default_stream(device.index)
+        )
+        self.shares, self.generation = False, 0
         self._kept: dict[str, tuple[int, int, Tensor]] = {}
 
     def most_blocks(self, most: int) -> int:
@@ -596,6 +639,7 @@ class Lane:
         address, size, _ = self._kept.get(purpose, (0, -1, None))
         if size < n_bytes:
             size = 1 << max(13, (n_bytes - 1).bit_length())
+            self.generation += 1
             with torch.cuda.stream(self.torch_stream):  # what it replaces is taken by nobody ahead of this stream
                 made = make(size, dtype=torch.uint8, device=f"cuda:{self.device.index}")
             address = made.data_ptr()
@@ -625,6 +669,11 @@ def lend_lanes(device: torch.device, count: int) -> list[Lane]:
         idle = _idle.setdefault(found.index, [])
         lent = [idle.pop() if idle else _driver().Stream(1) for _ in range(count)]
     return [Lane(found, stream) for stream in lent]
+
+
+def default_lane(device: torch.device) -> Lane:
+    """A lane on the default stream, with memory of its own."""
+    return Lane(device_of(torch.empty(0, device=device)), None)
 
 
 def take_back_lanes(lanes: Sequence[Lane]) -> None:

@@ -18,9 +18,11 @@ from .jit import (
     Job,
     Launch,
     Place,
+    Start,
     Table,
     element_bytes_of,
     make_table,
+    start,
 )
 
 __all__ = ["DeviceCodebook", "DeviceStatistics", "launch_measure", "measure"]
@@ -123,7 +125,7 @@ def samples_of(words: Tensor) -> int:
     return -(-n // sample_stride(n))
 
 
-def launch_measure(place: Place, table: Table, element_bytes: int, most_samples: int, rows: int) -> None:
+def launch_measure(place: Place, table: Table, element_bytes: int, most_samples: int, rows: int) -> list[Start]:
     """Launch the kernel on tensors that are known to be right.
 
     Args:
@@ -131,11 +133,14 @@ def launch_measure(place: Place, table: Table, element_bytes: int, most_samples:
         element_bytes: of all tensors.
         most_samples: samples_of the tensor that has most.
         rows: address of STATISTICS_BYTES bytes a tensor: fitted codebook, gaussian codebook, and so on.
+
+    Returns:
+        See launch_encode.
     """
     counters = place.zeroed("stats", COUNTERS_BYTES * table.jobs)
     place.begin()
-    function = place.device.function(
-        f"count_exponents_{_NAMES[element_bytes]}_kernel", "stats", (TABLE_SIGNATURE, "P", "P")
-    )
+    kernel = place.device.kernel(f"count_exponents_{_NAMES[element_bytes]}_kernel", "stats", f"{TABLE_SIGNATURE}2P")
     grid = (max(1, -(-most_samples // _SAMPLES_A_BLOCK)), table.jobs)
-    function.prepared_async_call(grid, (_THREADS, 1, 1), place.stream, table.packed, counters, rows)
+    starts = [kernel.told(grid, _THREADS, table.packed, counters, rows)]
+    start(starts, place.stream)
+    return starts
