@@ -16,7 +16,7 @@ on CUDA by events around several synchronous calls back to back, divided by thei
 reduction="native": a reduction that is not coded is the backend's own, whose bits are not promised and not checked;
 figures are medians over rounds, spreads third quartile minus first. `host_issue_us` is the host's time in the issuing
 call with async_op=True, `host_wait_us` that in wait(), each the median on the rank where that is longest; on CUDA some
-5 ms of work are queued ahead, so that a call that waits for the device shows.
+5 ms of work are queued ahead, by a hundred launches, so that a call that waits for the device shows.
 """
 
 from __future__ import annotations
@@ -36,15 +36,20 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "runs" / "benchmarks"
 NCCL_LINKS = {
     "nvlink": {},
-    "host": {"NCCL_P2P_DISABLE": "1"},
+    "host": {"NCCL_P2P_DISABLE": "1", "NCCL_P2P_PCI_CHUNKSIZE": "524288", "NCCL_MIN_P2P_NCHANNELS": "16"},
     "sockets": {
         "NCCL_P2P_DISABLE": "1",
         "NCCL_SHM_DISABLE": "1",
         "NCCL_SOCKET_IFNAME": "lo",
         "NCCL_NSOCKS_PERTHREAD": "4",
         "NCCL_SOCKET_NTHREADS": "4",
+        "NCCL_P2P_NET_CHUNKSIZE": "1048576",
+        "NCCL_BUFFSIZE": "8388608",
+        "NCCL_NCHANNELS_PER_NET_PEER": "4",
     },
 }
+"""What leaves NCCL no other way, and what lets its sends and receives fill that way, for native and zipccl alike
+(docs/PERFORMANCE.md, "What NCCL is told")."""
 OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 DATA = {"bfloat16": ("bfloat16", False), "float32 widened from bfloat16": ("float32", True)}
 POLICIES = ("auto", "always")
@@ -54,7 +59,7 @@ SIZES = {
     "cpu": ["4K", "64K", "1M", "16M"],
 }
 START = "torchrun --nproc-per-node 2 benchmarks/collectives.py"
-AHEAD_CYCLES = 10_000_000  # about 5 ms at 2 GHz
+AHEAD_CYCLES, AHEAD_LAUNCHES = 100_000, 100  # about 5 ms at 2 GHz
 
 
 def parser() -> argparse.ArgumentParser:
@@ -137,7 +142,8 @@ def host_times(trial: bench.Trial, comm: Any, device: torch.device) -> tuple[flo
     bench.meet(device)
     if device.type == "cuda":
         torch.cuda.synchronize()
-        torch.cuda._sleep(AHEAD_CYCLES)
+        for _ in range(AHEAD_LAUNCHES):  # as a step of training would: this thread is at work, and not just woken
+            torch.cuda._sleep(AHEAD_CYCLES)
     start = time.perf_counter()
     work = trial.call(comm, async_op=True)
     issued = time.perf_counter()

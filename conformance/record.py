@@ -448,8 +448,8 @@ def write_collectives(
 ) -> tuple[Path, bool]:
     """Run the selection over each link and write collectives_<gpu>x<n>.json; (its path, whether all passed).
 
-    The record is written after every link, so that a machine that goes away leaves what it has done; links that an
-    older record has, of the same machine and sources, are kept.
+    The record is written after every link, so that a machine that goes away leaves what it has done; links that the
+    record has by then, of the same machine and sources, are kept: others may run at the same time.
 
     Args:
         run: runs a command with an environment and a limit.
@@ -474,16 +474,16 @@ def write_collectives(
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "links": [],
     }
-    if path.exists():
-        old = json.loads(path.read_text(encoding="utf-8"))
-        if all(old[key] == record[key] for key in ("machine", "sources_sha256")):
-            record["links"] = old["links"]
     for link in links:
         done = run_link(link, there["gpus"], run, **how)
         print(json.dumps({k: v for k, v in done.items() if k not in ("parts", "env")}), flush=True)
         for part in done["parts"]:
             if "output" in part:
                 print(part["output"][-2500:], flush=True)
+        if path.exists():
+            old = json.loads(path.read_text(encoding="utf-8"))
+            if all(old[key] == record[key] for key in ("machine", "sources_sha256")):
+                record["links"] = old["links"]
         record["links"] = [x for x in record["links"] if x["name"] != link.name] + [done]
         path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return path, all(link["verdict"] == "PASS" for link in record["links"])

@@ -41,7 +41,7 @@ from .call import Call, Heard, Refused, data_tag, nothing, phase_range, title
 from .message import Incoming, Message, Sent, dtype_text, encode_message
 from .pipeline import Pipeline
 from .seam import Seam
-from .transport import Control, Disconnected, Transport, Watched, is_of_the_connection, nap_s
+from .transport import Control, Disconnected, Transport, Watched, is_of_the_connection, let_others, nap_s
 from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
 
 log = logging.getLogger("zipccl")
@@ -858,7 +858,10 @@ class Exchange:
                 if gone is not None:
                     raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
                 raise self.transport_failed(what, RuntimeError("timed out"), ranks)
-            time.sleep(0 if spin < _SPINS else nap_s(time.monotonic() - began))
+            if spin < _SPINS:
+                let_others()
+            else:
+                time.sleep(nap_s(time.monotonic() - began))
 
     def lost_peer(self) -> int | None:
         """A peer that is gone, if one is; never waits. On the progress thread."""

@@ -9,6 +9,8 @@ else.)
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import queue
 import threading
 import time
@@ -42,6 +44,11 @@ def nap_s(waited_s: float) -> float:
     interpreter from others. A processor that has slept for a millisecond then does everything at a fourth of its speed.
     """
     return min(max(_NAP_S, waited_s / 50), _LONGEST_NAP_S)
+
+
+# Lets another thread run, if one wants to, and goes on at once. time.sleep(0) sets a timer and sleeps until it rings:
+# where processors are virtual that takes longer than most of what is waited for, and leaves the caches cold.
+let_others: Callable[[], object] = getattr(os, "sched_yield", functools.partial(time.sleep, 0))
 
 
 def is_of_the_connection(exc: BaseException) -> bool:
@@ -129,7 +136,7 @@ class Inbox:
         for _ in range(self.looks):
             if (control := self._in_a_box()) is not None:
                 return control
-            time.sleep(0)
+            let_others()
         while self._boxes:
             with contextlib.suppress(queue.Empty):
                 return self.get_nowait()

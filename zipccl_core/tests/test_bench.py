@@ -354,6 +354,8 @@ def test_links_and_calls_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_link_sets_what_it_needs_and_unsets_what_others_need() -> None:
     environment = {"HOME": "/root", "NCCL_SHM_DISABLE": "1"}
     collectives.choose_link("host", environment)
+    assert environment.pop("NCCL_P2P_PCI_CHUNKSIZE") == "524288"
+    assert environment.pop("NCCL_MIN_P2P_NCHANNELS") == "16"
     assert environment == {"HOME": "/root", "NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
     collectives.choose_link("sockets", environment)
     assert environment["NCCL_SOCKET_IFNAME"] == "lo"
