@@ -717,6 +717,8 @@ class Communicator:
             except Exception as exc:
                 raise straight.refusal(self._exchange, operation, exc) from exc
             self._exchange.count_native(operation, known.sent_bytes, known.decision)
+            if async_op:
+                work = straight.Begun(work)
         if async_op:
             return cast("Work", work)
         if work is not None:  # torch gives none of what is in the caller's stream already

@@ -51,11 +51,34 @@ def go_straight(
     work: Any = exchange.follow(call) if follows else call.straight()
     exchange.count_native(call.operation, sent_bytes, decision)
     if async_op:
-        return work
+        return work if follows else Begun(work)
     work.wait()
     if call.on is None:
         call.finish()
     return None
+
+
+class Begun:
+    """The backend's Work of a call that went straight to it, with all methods of ours; NCCL's lacks some."""
+
+    __slots__ = ("_work",)
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self, *timeout: Any) -> bool:
+        """As the backend's."""
+        return bool(self._work.wait(*timeout))
+
+    def is_success(self) -> bool:
+        """Whether all is done; what fails is told by wait()."""
+        return bool(self._work.is_completed())
+
+    def exception(self) -> None:
+        """Nothing: what fails is told by wait()."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
 
 
 def _guarded(exchange: Exchange, operation: str, start: Callable[[], Any]) -> Any:

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from zipccl_core import Policy
-from zipccl_core.collectives import chunks
+from zipccl_core.collectives import chunks, straight
 from zipccl_core.collectives import probe as probe_module
 from zipccl_core.collectives.buffers import CALLS_AT_ONCE, Pool, size_class_bytes
 from zipccl_core.collectives.chunks import buffer_bytes, chunks_of
@@ -620,6 +621,25 @@ def test_one_element_of_any_stride_goes_as_one_element(make: Any, link: str) -> 
     assert ranks.each(run) == [[2.0, 2.0]] * 2
 
 
+def test_a_work_of_nccls_is_given_the_methods_that_it_lacks() -> None:
+    class Work:
+        def __init__(self, over: bool) -> None:
+            self.over = over
+
+        def wait(self, *timeout: Any) -> bool:
+            return not timeout
+
+        def is_completed(self) -> bool:
+            return self.over
+
+        def is_success(self) -> bool:
+            raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
+
+    assert [straight.Begun(Work(over)).is_success() for over in (False, True)] == [False, True]
+    begun = straight.Begun(Work(True))
+    assert (begun.wait(), begun.wait(timedelta(seconds=1)), begun.exception(), begun.over) == (True, False, None, True)
+
+
 @pytest.mark.parametrize("n", [0, 1, 1000])
 def test_what_is_not_coded_goes_straight_to_the_backend_and_asks_nobody(make: Any, n: int) -> None:
     ranks = make(3, Policy(compress="never", reduction="native", timeout_s=20.0), link="straight")
@@ -634,6 +654,8 @@ def test_what_is_not_coded_goes_straight_to_the_backend_and_asks_nobody(make: An
         work = comm.all_to_all_single(out, mine, async_op=True)
         assert work.wait()
         assert work.is_success()
+        assert work.is_completed()
+        assert work.exception() is None
         good.append(same(out, torch.cat([x[rank * n : (rank + 1) * n] for x in inputs])))
         x = mine.clone()
         comm.broadcast(x, group_src=2)
