@@ -117,12 +117,8 @@ def _options(kind: Any, async_op: bool) -> Any:
 
 def gather(group: Any, async_op: bool) -> Start:
     """What starts the backend's all-gather of contiguous tensors."""
-    options, start = _options(AllgatherOptions, async_op), group._allgather_base
-    return lambda output, input: start(
-        output if output.dtype in _KNOWN else raw_view(output),
-        input if input.dtype in _KNOWN else raw_view(input),
-        options,
-    )
+    options = _options(AllgatherOptions, async_op)
+    return lambda output, input: group._allgather_base(_known(output), _known(input), options)
 
 
 def exchange_parts(group: Any, async_op: bool) -> Start:
