@@ -920,9 +920,12 @@ def _bytes(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+_OPS = {id(op): name for name, op in vars(dist.ReduceOp).items() if type(op) is dist.ReduceOp.RedOpType}
+
+
 def _hashable(op: Any) -> Any:
-    """What to remember a ReduceOp by."""
-    return op if type(op) is dist.ReduceOp.RedOpType else UNREPEATABLE
+    """What to remember a ReduceOp by: of torch's own, which live for ever, the name, since they are slow to hash."""
+    return _OPS.get(id(op), UNREPEATABLE)
 
 
 def _check_async_op(async_op: object) -> None:
