@@ -718,7 +718,7 @@ class Communicator:
                 raise straight.refusal(self._exchange, operation, exc) from exc
             self._exchange.count_native(operation, known.sent_bytes, known.decision)
             if async_op:
-                work = straight.Begun(work)
+                work = straight.Begun(self._exchange, operation, work)
         if async_op:
             return cast("Work", work)
         if work is not None:  # torch gives none of what is in the caller's stream already

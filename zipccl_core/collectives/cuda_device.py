@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -163,6 +163,7 @@ class CudaDevice:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.key: Hashable = device.index
         # Streams of its own: what waits for a peer in a stream holds up all that is behind it, and were that another
         # Communicator's, two ranks could wait for each other.
         self._lanes = jit.lend_lanes(device, len(STREAMS))
@@ -321,6 +322,10 @@ class CudaDevice:
             key: all that `launch` depends on, but for the lane.
             jobs: fields of jit.Job.
         """
+        if len(jobs) > jit.INLINE_JOBS:  # their table is copied ahead of the kernel, and is the lane's until it is done
+            with self.framework():
+                launch(jit.make_table([jit.Job(*job) for job in jobs], self._device, same_tiles=same_tiles))
+            return
         lane = self.lane
         key = (lane.handle, lane.generation, lane.shares, *key)
         known = self._starts.get(key)
@@ -329,7 +334,7 @@ class CudaDevice:
             return
         table = jit.make_table([jit.Job(*job) for job in jobs], self._device, same_tiles=same_tiles)
         starts = launch(table)
-        if table.device_copy is None and lane.generation == key[1]:
+        if lane.generation == key[1]:
             if len(self._starts) >= _MOST_STARTS:
                 self._starts.clear()
             self._starts[key] = starts

@@ -8,7 +8,7 @@ Nothing here waits for the device except `HostCopy.check` and what says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
@@ -57,7 +57,12 @@ class Device(Protocol):
     """One device, for one Communicator. Used by the thread that carries calls through; `now` and `join` by any.
 
     Work goes to the stream chosen with `on`, in order; streams are not ordered among each other but by `after`.
+
+    Attributes:
+        key: equal for those of this process whose CALLERS is one stream.
     """
+
+    key: Hashable
 
     def attached(self) -> AbstractContextManager[None]:
         """Within, the calling thread works for this device; only there may it use it, but for `now` and `join`."""

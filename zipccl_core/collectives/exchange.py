@@ -48,12 +48,13 @@ log = logging.getLogger("zipccl")
 
 _GRACE_S = 1.0
 _NEWS_S, _NEWS_NAP_S = 0.2, 0.002
-# How often the progress thread looks at a device that is busy, and at one that was not. Seldom: to take the interpreter
-# from a thread that makes calls stops that for a tenth of a millisecond.
-_SWEEP_S, _LOOK_S = 0.02, 0.1
+# How often the progress thread looks at a device. Seldom: to take the interpreter from a thread that makes calls stops
+# that for a tenth of a millisecond.
+_SWEEP_S = 0.02
 _PATIENCE_S = 0.002  # what is less late is waited for: watching transfers costs a thread each
 _SPINS, _SPINS_A_LOOK = 48, 8
 EXIT_S = 5.0
+_MOST_STRAIGHT = 1024
 
 _WAKE = Call("wake")
 """Stands in the queue of calls for no call, so that the progress thread looks at the devices again."""
@@ -197,7 +198,7 @@ class Exchange:
                 pipeline = self.pipelines.get(calls[0].device)
                 taken = here and pipeline is not None and self._may_carry_here()
                 issued = None
-                if pipeline is not None and not (taken and pipeline.device.can_use_callers()):
+                if pipeline is not None and not (taken and pipeline.can_use_callers()):
                     issued = pipeline.device.now()
                 number, self._sequence = self._sequence, self._sequence + 1
                 now_s, before = time.monotonic(), None
@@ -209,6 +210,9 @@ class Exchange:
                     if not self.pipelines:
                         self.send_records(call)
                     if not taken:
+                        if here and call.lay_out is not None:  # the tensors are the caller's own: they may change
+                            call.lay_out(call)
+                            call.lay_out = None
                         self._hand_over(call)
                     self.last_call = before = call
             if taken:
@@ -365,7 +369,7 @@ class Exchange:
             busy = [p for p in list(self.pipelines.values()) if p.busy] if self.broken is None else []
             self._dozing = not self.pipelines
             try:
-                found = self._calls.get(timeout=None if self._dozing else _SWEEP_S if busy else _LOOK_S)
+                found = self._calls.get(timeout=None if self._dozing else _SWEEP_S)
                 if found is not _WAKE:
                     return found
             except queue.Empty:
@@ -964,6 +968,8 @@ class Exchange:
         """Enter a call that went straight to the backend into the books; from any thread."""
         with self._books_lock:
             self._straight[operation, sent_bytes] += 1
+            if len(self._straight) > _MOST_STRAIGHT:
+                self._fold()
             self.last_decision = decision
         if log.isEnabledFor(logging.DEBUG):
             self._decided(decision)
@@ -971,13 +977,16 @@ class Exchange:
     def books(self) -> dict[str, Counter[str]]:
         """What was counted, for each operation."""
         with self._books_lock:
-            found = {operation: Counter(books) for operation, books in self._books.items()}
-            for (operation, sent_bytes), calls in self._straight.items():
-                sent = calls * sent_bytes
-                found.setdefault(operation, Counter()).update(
-                    {"calls": calls, "native": calls, "raw_bytes": sent, "sent_bytes": sent}
-                )
-        return found
+            self._fold()
+            return {operation: Counter(books) for operation, books in self._books.items()}
+
+    def _fold(self) -> None:
+        """Enter the straight calls that were only counted; with the books' lock."""
+        for (operation, sent_bytes), calls in self._straight.items():
+            sent = calls * sent_bytes
+            more = {"calls": calls, "native": calls, "raw_bytes": sent, "sent_bytes": sent}
+            self._books.setdefault(operation, Counter()).update(more)
+        self._straight.clear()
 
     def _decided(self, decision: Decision) -> None:
         self.last_decision = decision

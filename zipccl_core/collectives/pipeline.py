@@ -19,7 +19,9 @@ import functools
 import logging
 import struct
 import time
-from collections import deque
+import weakref
+from collections import Counter, deque
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +47,14 @@ log = logging.getLogger("zipccl")
 _QUIET_S = 2.0
 _QUIET_NAP_S = 0.001
 _SIZE_DIGEST_ESCAPES = struct.Struct(f"<16x3Q{HEADER_BYTES - 40}x")  # of a frame header that this rank has made
+
+
+_users: Counter[Hashable] = Counter()
+"""Device.key → pipelines of it that are not closed."""
+
+
+def _leave(key: Hashable) -> None:
+    _users[key] -= 1
 
 
 _NO_BUFFER = Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -190,10 +200,20 @@ class Pipeline:
         self._exchange, self.device, self.link = exchange, device, link
         self.pool = Pool(device.empty)
         self._in_flight: deque[_InFlight] = deque()
+        _users[device.key] += 1
+        self._leave = weakref.finalize(self, _leave, device.key)
         self._shape_of = functools.lru_cache(4096)(self._shape)
         self._kept: list[Any] = []  # what must live until the device is done with the call in hand
         self._abandoned: list[Any] = []  # of calls that failed for good, until close()
         self._wrong: ZipcclError | None = None
+
+    def can_use_callers(self) -> bool:
+        """Whether a call may go to the calling thread's own stream, and wait for peers there.
+
+        Not if there are several Communicators on it: two threads of a rank could then put one behind the other that the
+        two of another rank put before it.
+        """
+        return _users[self.device.key] == 1 and self.device.can_use_callers()
 
     # One call
 
@@ -212,13 +232,16 @@ class Pipeline:
         buffers: list[Buffer] = []
         self._kept = [call.sends, call.receives, call.finish]
         try:
-            while sum(bool(flight.buffers) for flight in self._in_flight) >= CALLS_AT_ONCE:
+            self._retire_finished()
+            while sum([bool(flight.buffers) for flight in self._in_flight]) >= CALLS_AT_ONCE:
                 self._retire(self._in_flight[0])
             plan = self._plan(call)
             if call.issued is None and call.stream != CALLERS:
                 call.issued = self.device.now()
             buffers = plan.buffers
             self._kept += [plan]
+            if call.waited_for and call.stream != CALLERS:  # the tensors are the caller's own: they may change
+                self._kept += [t.untyped_storage() for t in (*call.sends[:1], call.target) if t is not None]
             flight = self._carry(call, plan, deadline)
             if isinstance(flight, ZipcclError):
                 error: ZipcclError | None = flight
@@ -246,6 +269,7 @@ class Pipeline:
         assert start is not None
         assert call.issued is not None
         with self.device.attached(), self.device.on("move"), phase_range(call, "move"):
+            self._retire_finished()
             self.device.after(call.issued)
             with self.device.framework():
                 posted = self.link.begin(start)
@@ -310,8 +334,7 @@ class Pipeline:
     def sweep(self) -> None:
         """Let go of what the device is done with; never waits but for what is overdue, or needs a peer that is gone."""
         with self.device.attached():
-            while self._in_flight and self._in_flight[0].finished.query():
-                self._retire(self._in_flight[0])
+            self._retire_finished()
             if not self._in_flight:
                 return
             if time.monotonic() > self._in_flight[0].deadline or self._exchange.lost_peer() is not None:
@@ -331,6 +354,7 @@ class Pipeline:
                 wrong = exc
             if wrong is not None:  # nobody is left who could raise it
                 log.error("rank %d: after the last call: %s", self._exchange.rank, wrong)
+        self._leave()
         if self._in_flight or self._abandoned:
             self.link.abort()
         else:
@@ -400,7 +424,7 @@ class Pipeline:
         if call.waited_for and max(shape.sizes, default=0) <= MOST_IN_ORDER_BYTES:
             # No chunk could be worked on while another moves, and the caller does nothing meanwhile: what keeps streams
             # in order, much of the host's time in a call, can be spared.
-            call.stream = CALLERS if self.device.can_use_callers() else STREAMS[0]
+            call.stream = CALLERS if self.can_use_callers() else STREAMS[0]
         return _Plan(outgoing, incoming, messages, buffers, buffers[-1].whole if shape.with_scratch else None)
 
     def _shape(
@@ -652,6 +676,11 @@ class Pipeline:
         return exchange.share(call, refused, deadline)
 
     # Endings
+
+    def _retire_finished(self) -> None:
+        """Let go of the calls that the device is done with; never waits for it."""
+        while self._in_flight and self._in_flight[0].finished.query():
+            self._retire(self._in_flight[0])
 
     def _retire(self, flight: _InFlight) -> None:
         """Wait, bounded, until the device is done with a call; note what was wrong, and take the buffers back."""

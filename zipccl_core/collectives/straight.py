@@ -7,6 +7,7 @@ is exchanged about them: they have the backend's guarantees only, and cost what 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def go_straight(
     work: Any = exchange.follow(call) if follows else call.straight()
     exchange.count_native(call.operation, sent_bytes, decision)
     if async_op:
-        return work if follows else Begun(work)
+        return work if follows else Begun(exchange, call.operation, work)
     work.wait()
     if call.on is None:
         call.finish()
@@ -61,21 +62,27 @@ def go_straight(
 class Begun:
     """The backend's Work of a call that went straight to it, with all methods of ours; NCCL's lacks some."""
 
-    __slots__ = ("_work",)
+    __slots__ = ("_error", "_exchange", "_operation", "_work")
 
-    def __init__(self, work: Any) -> None:
-        self._work = work
+    def __init__(self, exchange: Exchange, operation: str, work: Any) -> None:
+        self._exchange, self._operation, self._work = exchange, operation, work
+        self._error: Exception | None = None
 
-    def wait(self, *timeout: Any) -> bool:
-        """As the backend's."""
-        return bool(self._work.wait(*timeout))
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """As the backend's; what that raises as an error of ours."""
+        try:
+            return bool(self._work.wait() if timeout is None else self._work.wait(timeout))
+        except Exception as exc:
+            self._error = refusal(self._exchange, self._operation, exc)
+            raise self._error from exc
 
     def is_success(self) -> bool:
-        """Whether all is done; what fails is told by wait()."""
-        return bool(self._work.is_completed())
+        """Whether all is done without an error, as far as is known."""
+        return bool(self._work.is_completed()) and self.exception() is None
 
-    def exception(self) -> None:
-        """Nothing: what fails is told by wait()."""
+    def exception(self) -> Exception | None:
+        """What wait() has raised, or what has finished the Communicator."""
+        return self._error or self._exchange.broken
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)

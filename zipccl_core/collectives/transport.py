@@ -35,7 +35,7 @@ _FAREWELL_S = 2.0
 _CONNECT_S = 30.0
 _BYE = b"ZBYE".ljust(CONTROL_BYTES, b"\0")
 _NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
-LOOKS = 200
+LOOKS, _LOOKS_ELSEWHERE = 200, 8
 GROUPS = ("control", "data", "phase_two", "native")
 
 
@@ -133,9 +133,11 @@ class Inbox:
         """The next message, if it comes within so many seconds; else queue.Empty."""
         began = time.monotonic()
         deadline = began + timeout
-        for _ in range(self.looks):
+        for look in range(self.looks):
             if (control := self._in_a_box()) is not None:
                 return control
+            if look % _LOOKS_ELSEWHERE == 0 and not self._queue.empty():
+                break
             let_others()
         while self._boxes:
             with contextlib.suppress(queue.Empty):

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from zipccl_core.collectives import chunks, straight
 from zipccl_core.collectives import probe as probe_module
 from zipccl_core.collectives.buffers import CALLS_AT_ONCE, Pool, size_class_bytes
 from zipccl_core.collectives.chunks import buffer_bytes, chunks_of
+from zipccl_core.collectives.device import CALLERS
 from zipccl_core.collectives.link import GlooLink
 from zipccl_core.collectives.message import patterns
 from zipccl_core.collectives.pipeline import Pipeline
@@ -41,9 +43,20 @@ BITS = {torch.bfloat16: torch.int16, torch.float32: torch.int32}
 class DeviceRanks(Ranks):
     """Ranks whose CPU tensors count as a device's."""
 
-    def __init__(self, n: int, policy: Policy = ALWAYS, link: str = "threads", pause_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        n: int,
+        policy: Policy = ALWAYS,
+        link: str = "threads",
+        pause_s: float = 0.0,
+        beside: DeviceRanks | None = None,
+    ) -> None:
         super().__init__(n, policy)
         self.devices = [ThreadDevice(pause_s) for _ in range(n)]
+        if beside is not None:  # in the same processes: their callers have one stream
+            for device, other in zip(self.devices, beside.devices, strict=True):
+                device.streams[CALLERS].close()
+                device.key, device.streams[CALLERS] = other.key, other.streams[CALLERS]
         self.links: list[Any] = []
         self.each(lambda rank: self._share_memory(self.comms[rank]._exchange))
         for comm, device in zip(self.comms, self.devices, strict=True):
@@ -388,6 +401,56 @@ def test_calls_that_are_waited_for_keep_their_order_wherever_they_go(
     assert ranks.each(run) == [[True] * 7] * 3
 
 
+def test_two_communicators_on_one_default_stream_do_not_wait_there_for_each_other(make: Any) -> None:
+    """Two threads a rank, which each rank lets run in another order."""
+    policy = Policy(compress="always", timeout_s=6.0)
+    a = make(2, policy)
+    for device in a.devices:
+        device.has_callers = True
+    assert a.pipeline(0).can_use_callers()
+    b = make(2, policy, beside=a)
+    for device in b.devices:
+        device.has_callers = True
+    n, held = 3 * BLOCK_WORDS, {("encode", 0): lambda: time.sleep(0.3)}
+    b.comms[0]._exchange.seam = a.comms[1]._exchange.seam = Watching(held)
+    inputs = [data(n, rank) for rank in range(2)]
+
+    def run(rank: int) -> list[bool]:
+        def gather(ranks: DeviceRanks) -> bool:
+            out = nothing(2 * n)
+            ranks.comms[rank].all_gather_into_tensor(out, inputs[rank])
+            ranks.devices[rank].come_to_the_callers()
+            return same(out, torch.cat(inputs))
+
+        with ThreadPoolExecutor(2) as threads:
+            return list(threads.map(gather, (a, b)))
+
+    assert a.each(run) == [[True, True]] * 2
+    b.each(lambda rank: b.comms[rank].close())
+    assert a.pipeline(0).can_use_callers()
+
+
+@pytest.mark.parametrize("how", ["strided and straight", "not coded"])
+def test_calls_that_come_one_behind_the_other_are_let_go_of(make: Any, how: str) -> None:
+    ranks = make(
+        2, Policy(compress="never", timeout_s=20.0), link="straight" if how == "strided and straight" else "gloo"
+    )
+
+    def run(rank: int) -> int:
+        most = 0
+        for _ in range(60):
+            out = torch.empty(2000, 2)[:, 0] if how == "strided and straight" else torch.empty(2000)
+            work = ranks.comms[rank].all_gather_into_tensor(out, torch.randn(1000), async_op=True)
+            work.wait()
+            while not work.is_completed():
+                time.sleep(0.0005)
+            time.sleep(0.004)
+            most = max(most, len(ranks.pipeline(rank)._in_flight))
+        return most
+
+    assert max(ranks.each(run)) < 20
+
+
 def test_buffers_are_bounded_over_calls_of_all_sizes(make: Any) -> None:
     ranks = make(2)
     largest = 40 * BLOCK_WORDS
@@ -621,7 +684,7 @@ def test_one_element_of_any_stride_goes_as_one_element(make: Any, link: str) -> 
     assert ranks.each(run) == [[2.0, 2.0]] * 2
 
 
-def test_a_work_of_nccls_is_given_the_methods_that_it_lacks() -> None:
+def test_a_work_of_nccls_is_given_the_methods_that_it_lacks(make: Any) -> None:
     class Work:
         def __init__(self, over: bool) -> None:
             self.over = over
@@ -635,9 +698,22 @@ def test_a_work_of_nccls_is_given_the_methods_that_it_lacks() -> None:
         def is_success(self) -> bool:
             raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
 
-    assert [straight.Begun(Work(over)).is_success() for over in (False, True)] == [False, True]
-    begun = straight.Begun(Work(True))
-    assert (begun.wait(), begun.wait(timedelta(seconds=1)), begun.exception(), begun.over) == (True, False, None, True)
+    exchange = make(2).comms[0]._exchange
+    assert [straight.Begun(exchange, "", Work(over)).is_success() for over in (False, True)] == [False, True]
+    begun = straight.Begun(exchange, "all_reduce", Work(True))
+    assert (begun.wait(), begun.wait(timeout=timedelta(seconds=1)), begun.exception(), begun.over) == (
+        True,
+        False,
+        None,
+        True,
+    )
+    broken = Work(True)
+    broken.wait = lambda *timeout: (_ for _ in ()).throw(ValueError("no such tensor"))  # type: ignore[method-assign]
+    begun = straight.Begun(exchange, "all_reduce", broken)
+    with pytest.raises(InvalidArgument, match="all_reduce: the backend refuses it: no such tensor"):
+        begun.wait()
+    assert isinstance(begun.exception(), InvalidArgument)
+    assert not begun.is_success()
 
 
 @pytest.mark.parametrize("n", [0, 1, 1000])

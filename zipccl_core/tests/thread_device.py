@@ -12,7 +12,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -111,6 +111,7 @@ class ThreadDevice:
     def __init__(self, pause_s: float = 0.0) -> None:
         self.streams = {name: Stream(pause_s) for name in (*STREAMS, CALLERS, "link")}
         self.has_callers = False
+        self.key: Hashable = self
         self._in_use = threading.local()
         self.queued_ahead: Event | None = None
         self.released_busy = False
