@@ -18,6 +18,7 @@ from __future__ import annotations
 import functools
 import logging
 import struct
+import threading
 import time
 import weakref
 from collections import Counter, deque
@@ -51,10 +52,12 @@ _SIZE_DIGEST_ESCAPES = struct.Struct(f"<16x3Q{HEADER_BYTES - 40}x")  # of a fram
 
 _users: Counter[Hashable] = Counter()
 """Device.key → pipelines of it that are not closed."""
+_users_lock = threading.RLock()
 
 
-def _leave(key: Hashable) -> None:
-    _users[key] -= 1
+def _count_users(key: Hashable, more: int) -> None:
+    with _users_lock:
+        _users[key] += more
 
 
 _NO_BUFFER = Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"))
@@ -200,8 +203,8 @@ class Pipeline:
         self._exchange, self.device, self.link = exchange, device, link
         self.pool = Pool(device.empty)
         self._in_flight: deque[_InFlight] = deque()
-        _users[device.key] += 1
-        self._leave = weakref.finalize(self, _leave, device.key)
+        _count_users(device.key, 1)
+        self._leave = weakref.finalize(self, _count_users, device.key, -1)
         self._shape_of = functools.lru_cache(4096)(self._shape)
         self._kept: list[Any] = []  # what must live until the device is done with the call in hand
         self._abandoned: list[Any] = []  # of calls that failed for good, until close()
