@@ -15,7 +15,6 @@ through (see Exchange.submit):
 
 from __future__ import annotations
 
-import functools
 import logging
 import struct
 import threading
@@ -23,20 +22,17 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import torch
-from torch import Tensor
 
 from ..errors import CorruptFrame, PeerError, ZipcclError
 from ..frame import HEADER_BYTES
 from .buffers import CALLS_AT_ONCE, Buffer, Pool
 from .call import Call, Refused, data_tag, nothing, phase_range, title
-from .chunks import Chunk, buffer_bytes, chunks_of
 from .device import CALLERS, STREAMS, Device, Event, HostBytes
 from .link import Link, Piece, Posted
-from .message import Sent, dtype_text, raw_view
+from .message import raw_view
+from .plan import DeviceMessage, Plan, Planner
 from .transport import is_of_the_connection
 from .wire import Sizes
 
@@ -49,7 +45,6 @@ _QUIET_S = 2.0
 _QUIET_NAP_S = 0.001
 _SIZE_DIGEST_ESCAPES = struct.Struct(f"<16x3Q{HEADER_BYTES - 40}x")  # of a frame header that this rank has made
 
-
 _users: Counter[Hashable] = Counter()
 """Device.key → pipelines of it that are not closed."""
 _users_lock = threading.RLock()
@@ -60,112 +55,7 @@ def _count_users(key: Hashable, more: int) -> None:
         _users[key] += more
 
 
-_NO_BUFFER = Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"))
 MOST_IN_ORDER_BYTES = 24 << 20
-
-
-@dataclass
-class _Message:
-    """What goes to, or comes from, one peer; or to several, if they get the same.
-
-    Attributes:
-        flat: the elements to send or to fill.
-        chunks: of its frames; empty if it is not coded.
-        buffer: of its frames, and of a reduction's terms that come uncoded; empty else.
-        frames: bytes and digest of each chunk's frame, once they are known.
-        escapes: in them, of a message that goes.
-        late: the chunks whose frames phase one has no room for, once that is known.
-        in_books: what `sent` has said.
-    """
-
-    flat: Tensor
-    chunks: tuple[Chunk, ...] = ()
-    buffer: Buffer = _NO_BUFFER
-    frames: tuple[tuple[int, int], ...] = ()
-    escapes: int = 0
-    late: list[int] = field(default_factory=list)
-    in_books: Sent | None = None
-
-    def told(self, frames: tuple[tuple[int, int], ...], escapes: int = 0) -> None:
-        """Take in what is known of its frames."""
-        self.frames, self.escapes = frames, escapes
-        for i, chunk in enumerate(self.chunks):
-            if frames[i][0] > chunk.phase_one_bytes:
-                self.late.append(i)
-
-    @property
-    def coded(self) -> bool:
-        return bool(self.chunks)
-
-    def words(self, chunk: Chunk) -> Tensor:
-        return self.flat if len(self.chunks) == 1 else self.flat[chunk.first : chunk.first + chunk.words]
-
-    def frame(self, chunk: Chunk) -> Tensor:
-        return self.buffer.part(chunk.at, chunk.capacity_bytes)
-
-    def phase_one(self, chunk: Chunk) -> Tensor:
-        return self.buffer.part(chunk.at, chunk.phase_one_bytes)
-
-    def rests(self) -> list[Tensor]:
-        """What phase one had no room for, of all chunks."""
-        found = []
-        for i in self.late:
-            chunk, size = self.chunks[i], self.frames[i][0]
-            found.append(self.buffer.part(chunk.at + chunk.phase_one_bytes, size - chunk.phase_one_bytes))
-        return found
-
-    def came(self, index: int) -> Tensor:
-        """A chunk's frame as far as it has come: phase one, or the whole once it is known to be longer."""
-        chunk = self.chunks[index]
-        return self.buffer.part(chunk.at, self.frames[index][0] if index in self.late else chunk.phase_one_bytes)
-
-    def sent(self) -> Sent:
-        """For the books, once the sizes are known."""
-        if self.in_books is None:
-            self.in_books = self._sent()
-        return self.in_books
-
-    def _sent(self) -> Sent:
-        raw_bytes, n = self.flat.numel() * self.flat.element_size(), self.flat.numel()
-        if not self.coded:
-            return Sent(raw_bytes, raw_bytes, n)
-        sent = sum([chunk.phase_one_bytes for chunk in self.chunks])
-        sent += sum([self.frames[i][0] - self.chunks[i].phase_one_bytes for i in self.late])
-        return Sent(raw_bytes, sent, n, coded=True, phase_two=bool(self.late), escapes=self.escapes)
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What calls with messages of the same sizes have alike.
-
-    Attributes:
-        outgoing, incoming: (peer, chunks of its message, whether that takes a buffer) of each that has one.
-        sizes: bytes of the buffers, those of outgoing messages before those of incoming ones, and the scratch's last.
-        with_scratch: whether there is one.
-    """
-
-    outgoing: tuple[tuple[int, tuple[Chunk, ...], bool], ...]
-    incoming: tuple[tuple[int, tuple[Chunk, ...], bool], ...]
-    sizes: list[int]
-    with_scratch: bool
-
-
-@dataclass
-class _Plan:
-    """What a call sends and takes in, and what it has been given for that.
-
-    Attributes:
-        outgoing, incoming: peer → what goes to it, or comes from it.
-        messages: those that go and are coded, each once.
-        buffers: all that were taken from the pool.
-        scratch: the encoder's, if there is anything to encode.
-    """
-
-    outgoing: dict[int, _Message]
-    incoming: dict[int, _Message]
-    messages: list[_Message]
-    buffers: list[Buffer]
-    scratch: Tensor | None
 
 
 @dataclass
@@ -184,7 +74,7 @@ class _InFlight:
     deadline: float
     finished: Event
     verdicts: list[_Verdict]
-    incoming: dict[int, _Message]
+    incoming: dict[int, DeviceMessage]
     buffers: list[Buffer]
     control_sends: list[tuple[int, Any]]
     kept: list[Any]
@@ -205,7 +95,7 @@ class Pipeline:
         self._in_flight: deque[_InFlight] = deque()
         _count_users(device.key, 1)
         self._leave = weakref.finalize(self, _count_users, device.key, -1)
-        self._shape_of = functools.lru_cache(4096)(self._shape)
+        self._planner = Planner(exchange.policy, exchange.peers, exchange.codes_on_device, device, self.pool)
         self._kept: list[Any] = []  # what must live until the device is done with the call in hand
         self._abandoned: list[Any] = []  # of calls that failed for good, until close()
         self._wrong: ZipcclError | None = None
@@ -283,7 +173,7 @@ class Pipeline:
         kept = [call.straight, call.finish]
         self._in_flight.append(_InFlight(title(call), deadline, call.finished, [], {}, [], [], kept))
 
-    def _carry(self, call: Call, plan: _Plan, deadline: float) -> _InFlight | ZipcclError:
+    def _carry(self, call: Call, plan: Plan, deadline: float) -> _InFlight | ZipcclError:
         """Queue all of a call; or, once nothing of it is under way any more, the error that all ranks know of.
 
         Raises:
@@ -390,81 +280,18 @@ class Pipeline:
 
     # Its steps
 
-    def _plan(self, call: Call) -> _Plan:
-        """The messages to and from each peer, and buffers for them."""
-        exchange = self._exchange
-        call.paused = not exchange.codes_now(call)
-        if call.native is not None or call.invalid is not None or not call.sends:
-            return _Plan({}, {}, [], [], None)
-        shape = self._shape_of(
-            call.kind,
-            call.paused,
-            exchange.thresholds.get(call.kind),
-            call.sends[0].dtype,
-            tuple([call.sends[peer].numel() for peer in exchange.peers[: 1 if call.same_for_all else None]]),
-            tuple([call.receives[peer].numel() for peer in exchange.peers]),
-        )
+    def _plan(self, call: Call) -> Plan:
+        """The messages to and from each peer, with buffers; and the stream that all goes to, if it is one."""
+        call.paused = not self._exchange.codes_now(call)
         with self.device.on("encode"):
-            buffers = self.pool.take(shape.sizes) if shape.sizes else []
-        unused = iter(buffers)
-        outgoing: dict[int, _Message] = {}
-        messages: list[_Message] = []
-        for peer, chunks, has_buffer in shape.outgoing:
-            made = outgoing[peer] = _Message(call.sends[peer], chunks)
-            if has_buffer:
-                made.buffer = next(unused)
-                messages.append(made)
-        if call.same_for_all and outgoing:
-            outgoing = dict.fromkeys(exchange.peers, made)
-        incoming: dict[int, _Message] = {}
-        for peer, chunks, has_buffer in shape.incoming:
-            made = incoming[peer] = _Message(call.receives[peer], chunks)
-            if has_buffer:
-                made.buffer = next(unused)
-                if not chunks:
-                    n_bytes = made.flat.numel() * made.flat.element_size()
-                    made.flat = made.buffer.part(0, n_bytes).view(made.flat.dtype)
-        if call.waited_for and max(shape.sizes, default=0) <= MOST_IN_ORDER_BYTES:
+            plan = self._planner.plan(call, self._exchange.thresholds.get(call.kind))
+        if call.waited_for and plan.moves and plan.largest_bytes <= MOST_IN_ORDER_BYTES:
             # No chunk could be worked on while another moves, and the caller does nothing meanwhile: what keeps streams
             # in order, much of the host's time in a call, can be spared.
             call.stream = CALLERS if self.can_use_callers() else STREAMS[0]
-        return _Plan(outgoing, incoming, messages, buffers, buffers[-1].whole if shape.with_scratch else None)
+        return plan
 
-    def _shape(
-        self,
-        kind: str,
-        paused: bool,
-        threshold: int | None,
-        dtype: torch.dtype,
-        sends: tuple[int, ...],
-        receives: tuple[int, ...],
-    ) -> _Shape:
-        """The shape of calls that send and receive so many words to and from each peer; `threshold` is looked up."""
-        name, peers, sizes = dtype_text(dtype), self._exchange.peers, list[int]()
-
-        def messages(words: tuple[int, ...], are_terms: bool) -> tuple[tuple[int, tuple[Chunk, ...], bool], ...]:
-            found = []
-            for peer, n in zip(peers, words, strict=False):
-                n_bytes = n * dtype.itemsize
-                coded = not paused and self._exchange.codes_on_device(kind, name, n_bytes)
-                chunks = chunks_of(self._exchange.policy, n, name) if coded else ()
-                if coded or (n and are_terms):
-                    sizes.append(buffer_bytes(chunks) if coded else n_bytes)
-                if n:
-                    found.append((peer, chunks, coded or are_terms))
-            return tuple(found)
-
-        outgoing = messages(sends, False)
-        incoming = messages(receives, kind == "reduce")
-        scratch_bytes = 0
-        for index in range(max((len(chunks) for _, chunks, _ in outgoing), default=0)):
-            words = [chunks[index].words for _, chunks, _ in outgoing if index < len(chunks)]
-            scratch_bytes = max(scratch_bytes, self.device.scratch_bytes(words))
-        if scratch_bytes:
-            sizes.append(scratch_bytes)
-        return _Shape(outgoing, incoming, sizes, scratch_bytes > 0)
-
-    def _encode(self, call: Call, plan: _Plan) -> tuple[list[HostBytes], list[Event]]:
+    def _encode(self, call: Call, plan: Plan) -> tuple[list[HostBytes], list[Event]]:
         """Encode chunk after chunk, all messages at once: the headers of each chunk on their way, and an event a chunk
         after which it may go; or one if there is none."""
         device, messages = self.device, plan.messages
@@ -498,8 +325,8 @@ class Pipeline:
     def _phase_one(
         self,
         call: Call,
-        sends: dict[int, _Message],
-        receives: dict[int, _Message],
+        sends: dict[int, DeviceMessage],
+        receives: dict[int, DeviceMessage],
         begun: list[Event],
         deadline: float,
     ) -> list[Posted]:
@@ -520,7 +347,7 @@ class Pipeline:
         self,
         call: Call,
         refused: Refused | None,
-        plan: _Plan,
+        plan: Plan,
         headers: list[HostBytes],
         deadline: float,
     ) -> ZipcclError | None:
@@ -554,7 +381,7 @@ class Pipeline:
             message.told(known[peer].frames)
         return None
 
-    def _check_sizes(self, call: Call, src: int, message: _Message, frames: tuple[tuple[int, int], ...]) -> None:
+    def _check_sizes(self, call: Call, src: int, message: DeviceMessage, frames: tuple[tuple[int, int], ...]) -> None:
         """What a peer says of its frames must be possible, or nothing more can be agreed on with it."""
         possible = len(frames) == len(message.chunks)
         for (size, _), chunk in zip(frames, message.chunks, strict=False):
@@ -570,8 +397,8 @@ class Pipeline:
     def _phase_two(
         self,
         call: Call,
-        sends: dict[int, _Message],
-        receives: dict[int, _Message],
+        sends: dict[int, DeviceMessage],
+        receives: dict[int, DeviceMessage],
         arrivals: list[Posted],
         deadline: float,
     ) -> bool:
@@ -587,7 +414,7 @@ class Pipeline:
     def _decode(
         self,
         call: Call,
-        plan: _Plan,
+        plan: Plan,
         arrivals: list[Posted],
         verdicts: dict[int, _Verdict],
         late: set[int] | None,
@@ -637,13 +464,13 @@ class Pipeline:
                 device.run(call.finish)
             return device.mark()
 
-    def _decode_chunk(self, call: Call, incoming: dict[int, _Message], index: int) -> _Verdict:
+    def _decode_chunk(self, call: Call, incoming: dict[int, DeviceMessage], index: int) -> _Verdict:
         """Decode a chunk of every message, one launch."""
         batch = [(src, m) for src, m in incoming.items() if index < len(m.chunks)]
         found = self.device.decode([m.came(index) for _, m in batch], [m.words(m.chunks[index]) for _, m in batch])
         return _Verdict(found, [(src, index) for src, _ in batch])
 
-    def _reduce_chunk(self, call: Call, incoming: dict[int, _Message], index: int) -> _Verdict:
+    def _reduce_chunk(self, call: Call, incoming: dict[int, DeviceMessage], index: int) -> _Verdict:
         """Sum a chunk, in rank order; every rank cuts its shard alike, coded or not."""
         out = call.target
         assert out is not None
@@ -745,12 +572,12 @@ def _stream(call: Call, name: str) -> str:
     return call.stream or name
 
 
-def _overflowed(incoming: dict[int, _Message]) -> set[int]:
+def _overflowed(incoming: dict[int, DeviceMessage]) -> set[int]:
     """The chunks of which some peer's frame was too long for phase one."""
     return {i for m in incoming.values() for i in m.late}
 
 
-def _pieces(peer: int, message: _Message, index: int) -> list[Piece]:
+def _pieces(peer: int, message: DeviceMessage, index: int) -> list[Piece]:
     """What goes with chunk `index` of phase one: the chunk's, or with the first the whole of an uncoded message."""
     if message.coded:
         return [Piece(peer, message.phase_one(message.chunks[index]))] if index < len(message.chunks) else []
