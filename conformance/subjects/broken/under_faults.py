@@ -26,7 +26,7 @@ _REAL = {
     "unpack": message.Incoming.unpack,
     "encode_message": message.encode_message,
     "wait": exchange.Work.wait,
-    "note_arrivals": exchange.Exchange._note_arrivals,
+    "last_arrivals": exchange.Exchange.last_arrivals,
 }
 
 
@@ -119,11 +119,12 @@ def swallows_peer_error(group: dist.ProcessGroup, seam: Any, **policy: Any) -> Z
 def blames_the_first(group: dist.ProcessGroup, seam: Any, **policy: Any) -> ZipcclCommunicator:
     """Reports arrivals in the wrong order: the straggler is whoever came first."""
 
-    def note_arrivals(self: exchange.Exchange, call: Any) -> None:
-        _REAL["note_arrivals"](self, call)
-        self.last_arrivals = self.last_arrivals[::-1]
+    real = _REAL["last_arrivals"].fget
 
-    exchange.Exchange._note_arrivals = note_arrivals  # type: ignore[method-assign]
+    def last_arrivals(self: exchange.Exchange) -> list[tuple[int, float]]:
+        return list(real(self)[::-1])
+
+    exchange.Exchange.last_arrivals = property(last_arrivals)  # type: ignore[method-assign,assignment]
     return communicator_with_seam(group, seam, **policy)
 
 
