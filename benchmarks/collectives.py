@@ -17,6 +17,9 @@ reduction="native": a reduction that is not coded is the backend's own, whose bi
 figures are medians over rounds, spreads third quartile minus first. `host_issue_us` is the host's time in the issuing
 call with async_op=True, `host_wait_us` that in wait(), each the median on the rank where that is longest; on CUDA some
 5 ms of work are queued ahead, by a hundred launches, so that a call that waits for the device shows.
+
+Each policy has a Communicator of its own, and where a process has several on a device none uses the caller's stream
+(docs/DESIGN.md, "On a device"): name one --policy to see what one has alone.
 """
 
 from __future__ import annotations

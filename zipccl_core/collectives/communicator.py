@@ -696,10 +696,9 @@ class Communicator:
         if self._closed or self._exchange.broken is not None or (async_op is not True and async_op is not False):
             return None
         known = self._memory.find(operation, output, input, more)
-        if known is None or known.start is None:
-            return known
-        latest = self._exchange.last_call  # a call that is not over for the host: a straight one would overtake it
-        return known if latest is None or latest.done.is_set() else None
+        if known is None or (known.start is not None and self._exchange.is_queuing()):
+            return None
+        return known
 
     def _repeat(
         self, operation: str, known: Known, output: torch.Tensor, input: torch.Tensor, async_op: bool

@@ -3,7 +3,7 @@
 `cuda_device` is the one that ships. Whatever obeys it can stand in its place: the tests run the pipeline on a device
 made of threads, whose streams are as lazy as a GPU's, so that a missing order between two streams shows on any machine.
 
-Nothing here waits for the device except `HostCopy.check` and what says so.
+Nothing here waits for the device.
 """
 
 from __future__ import annotations

@@ -147,9 +147,7 @@ class Exchange:
         self._fingerprint = policy.fingerprint()
         self._switch, self._plain = Switch(policy), replace(policy, compress="never")
         self._books: dict[str, Counter[str]] = {}
-        self._straight: Counter[tuple[str, int]] = (
-            Counter()
-        )  # calls that went straight: (operation, bytes sent in each)
+        self._straight: Counter[tuple[str, int]] = Counter()  # (operation, bytes) → calls that are not in them yet
         self.last_decision: Decision | None = None
         self.board = board
         self.peers = [r for r in range(size) if r != rank]
@@ -366,14 +364,14 @@ class Exchange:
         """The next call, None for the end; looks after what devices are busy with meanwhile."""
         while not self._ahead:
             self._dozing = True  # said before it is looked: who uses a device for the first time after that wakes it
-            busy = [p for p in list(self.pipelines.values()) if p.busy] if self.broken is None else []
             self._dozing = not self.pipelines
             try:
                 found = self._calls.get(timeout=None if self._dozing else _SWEEP_S)
                 if found is not _WAKE:
                     return found
             except queue.Empty:
-                if self._baton.acquire(blocking=False):
+                busy = [p for p in list(self.pipelines.values()) if p.busy] if self.broken is None else []
+                if busy and self._baton.acquire(blocking=False):
                     try:
                         self._sweep(busy)
                     finally:
@@ -813,7 +811,7 @@ class Exchange:
 
     def _hear(self, what: str, missing: list[int], deadline: float) -> None:
         """Take one control message from the inbox; the agreed fatal error if none comes or one of `missing` is gone."""
-        gone = next((p for p in missing if p in self._lost), None) if self._lost else None
+        gone = next((p for p in missing if p in self._lost), None)
         if gone is not None:
             raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
         try:
@@ -965,13 +963,11 @@ class Exchange:
             self.arrived_last.clear()
 
     def count_native(self, operation: str, sent_bytes: int, decision: Decision) -> None:
-        """Enter a call that went straight to the backend into the books; from any thread."""
+        """Count a call that went straight to the backend; from any thread. One step: there is little else in it."""
         with self._books_lock:
             self._straight[operation, sent_bytes] += 1
             if len(self._straight) > _MOST_STRAIGHT:
                 self._fold()
-            self.last_decision = decision
-        if log.isEnabledFor(logging.DEBUG):
             self._decided(decision)
 
     def books(self) -> dict[str, Counter[str]]:
@@ -990,7 +986,8 @@ class Exchange:
 
     def _decided(self, decision: Decision) -> None:
         self.last_decision = decision
-        log.debug("rank %d: %s #%d: %s", self.rank, decision.operation, decision.sequence, decision.reason)
+        if log.isEnabledFor(logging.DEBUG):  # asked before the sentence is put together
+            log.debug("rank %d: %s #%d: %s", self.rank, decision.operation, decision.sequence, decision.reason)
 
     def count(
         self,

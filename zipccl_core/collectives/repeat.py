@@ -64,21 +64,13 @@ class Memory:
         """
         if type(output) is not Tensor or type(input) is not Tensor:
             return None
-        # All in one function: each one that is called costs as much as several of these questions.
-        known: Known | None
-        if output is input:
-            known = self._known.get((operation, output.shape, output.dtype, output.get_device(), more))
-        else:
-            where = output.get_device(), input.get_device()
-            known = self._known.get((operation, output.shape, input.shape, output.dtype, input.dtype, where, more))
+        known = self._known.get(_key(operation, output, input, more))
         if known is None or not output.is_contiguous() or output.requires_grad:
             return None
         if output is not input:
             if not input.is_contiguous() or input.requires_grad:
                 return None
-            to, source = output.data_ptr(), input.data_ptr()
-            apart = source >= to + known.output_bytes or to >= source + known.input_bytes
-            if not apart and (known.in_place_at is None or source != to + known.in_place_at):
+            if overlaps(output, known.output_bytes, input, known.input_bytes, known.in_place_at):
                 return None
         return None if known.device.is_capturing() else known
 

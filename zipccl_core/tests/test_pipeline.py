@@ -379,7 +379,7 @@ def test_calls_that_are_waited_for_keep_their_order_wherever_they_go(
         comm.all_to_all_single(outs[2], outs[1])
         works.append(comm.reduce_scatter_tensor(sums[1], outs[0], async_op=True))
         comm.all_reduce(mine)
-        small = mine[: BLOCK_WORDS // 2].clone() if where != "the caller's stream" else data(9, rank)
+        small = data(BLOCK_WORDS // 2, rank)
         comm.all_reduce(small)
         comm.all_gather_into_tensor(outs[3], sums[0])
         for work in works:
@@ -395,10 +395,11 @@ def test_calls_that_are_waited_for_keep_their_order_wherever_they_go(
             same(sums[0], scattered[rank]),
             same(sums[1], scattered[rank]),
             same(mine, total),
+            same(small, summed([data(BLOCK_WORDS // 2, r) for r in range(3)])),
             same(outs[3], torch.cat(scattered)),
         ]
 
-    assert ranks.each(run) == [[True] * 7] * 3
+    assert ranks.each(run) == [[True] * 8] * 3
 
 
 def test_two_communicators_on_one_default_stream_do_not_wait_there_for_each_other(make: Any) -> None:
