@@ -123,9 +123,24 @@ def tensor_of(patterns: np.ndarray, dtype: torch.dtype, device: torch.device | s
     return torch.from_numpy(signed.copy()).view(dtype).to(device)
 
 
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself if it is on the CPU, else a copy there, of what the current stream leaves in it.
+
+    By way of pinned memory: while cudaMemcpyAsync copies to any other, as in Tensor.cpu(), it waits for the stream
+    under a lock of the driver's, and no other thread of this process can start anything. If the stream waits for a
+    peer, and the peer in its own copy for what another thread of this process was to start, nobody gets on.
+    """
+    if tensor.device.type != "cuda":
+        return tensor.cpu()
+    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+    copy.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return copy
+
+
 def patterns_of(tensor: torch.Tensor) -> np.ndarray:
     """The bits of a tensor as unsigned integers of its element size, in its logical order."""
-    bits = tensor.detach().contiguous().view(_BITS[tensor.element_size()]).cpu().numpy()
+    bits = on_host(tensor.detach().contiguous().view(_BITS[tensor.element_size()])).numpy()
     return np.asarray(bits).view(_UNSIGNED[tensor.element_size()])
 
 

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from conformance.oracle import on_host
 from conformance.subject import Codec, Subject
 from conformance.subjects.zipccl import MODES, VARIANTS, ZipcclCommunicator, ZipcclSubject
 from conformance.subjects.zipccl_cuda import DeviceCodec
@@ -60,7 +61,7 @@ class Mirrored:
 
     def bring_back(self) -> None:
         """Write to the host what has changed on the device, and nothing else: calls may share a storage."""
-        after = self.there.cpu()
+        after = on_host(self.there)
         changed = torch.nonzero(after != self._before).flatten()
         self.host[changed] = after[changed]
 

@@ -15,7 +15,7 @@ from ..policy.switch import Decision, Policy, explain_straight
 from . import straight
 from .board import Board, group_store
 from .call import Call, nothing
-from .cuda_device import has_nccl, pipeline_on_cuda
+from .cuda_device import has_nccl, on_host, pipeline_on_cuda
 from .device import Device
 from .exchange import Exchange, Work, again, facts
 from .message import dtype_text, patterns
@@ -45,9 +45,10 @@ class Communicator:
     current device is taken when the Communicator is made), else by way of the host and gloo. Such calls are ordered
     after and before work on the current stream, as torch's are: `wait()` lets the stream wait for the words, and holds
     up the host only until the messages of all ranks are encoded, so that their sizes are known. A call none of whose
-    messages is coded goes straight to NCCL, without a comparison of arguments: it has torch's guarantees. They cannot
-    be captured into a CUDA graph. On CUDA, "auto" measures when a Communicator is made, in about a second, from which
-    size on coding pays.
+    messages is coded goes straight to NCCL, without a comparison of arguments: it has torch's guarantees, and as with
+    torch, a thread that reads its result by Tensor.cpu() holds up the process's others until peers have come (copy to
+    pinned memory where several threads call). Calls cannot be captured into a CUDA graph. On CUDA, "auto" measures when
+    a Communicator is made, in about a second, from which size on coding pays.
 
     Args:
         group: a process group; the default group if None.
@@ -837,7 +838,7 @@ class Communicator:
             if pipeline is None:
                 flat = flatten()
             elif name == "dst":
-                flat = flatten().cpu()
+                flat = on_host(flatten())
             else:
                 flat = _by_way_of_the_host(call, tensor.detach(), pipeline.device)
         except Exception as exc:
@@ -969,7 +970,7 @@ def _by_way_of_the_host(call: Call, target: torch.Tensor, device: Device) -> tup
     def finish() -> None:
         with device.attached(), device.on("decode"):
             device.after(issued)
-            device.run(lambda: target.copy_(flat.view(target.shape)))
+            device.to_device(target, flat.view(target.shape))
             call.on, call.finished = device, device.mark()
 
     return flat, finish

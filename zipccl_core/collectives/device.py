@@ -144,7 +144,7 @@ class Device(Protocol):
         """Start copying the bytes of contiguous tensors, one after another, to the host."""
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
-        """Start copying host bytes into a contiguous tensor on the device; keeps the source alive until then."""
+        """Start copying a tensor of the host into one of its shape on the device; keeps the source alive until then."""
 
     def as_told(self, verdicts: Any, told: Sequence[tuple[int, int]]) -> bool:
         """Whether all frames are sound, and have the bytes and the digest that were told of each, in order."""
