@@ -114,8 +114,16 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
-def shards_of(flat: Tensor, size: int) -> list[Tensor]:
-    """The parts of an all-reduce: of ⌈n ÷ size⌉ elements, the last ones shorter or empty."""
+def is_direct(size: int) -> bool:
+    """Whether the ranks of an all-reduce send each other everything, and all sum it: two then send no more bytes than
+    for a reduce-scatter and an all-gather, once and not twice."""
+    return size <= 2
+
+
+def terms_of(flat: Tensor, size: int) -> list[Tensor]:
+    """What goes to each rank in an all-reduce: all, or a shard of ⌈n ÷ size⌉ elements, the last shorter or empty."""
+    if is_direct(size):
+        return [flat] * size
     n, width = flat.numel(), -(-flat.numel() // size)
     return [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(size)]
 
@@ -165,20 +173,20 @@ def reducing(size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Cal
 
 
 def reducing_in_place(rank: int, size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Call]]:
-    """(tensor, the same) → an ordered reduce-scatter among so many ranks, and a gathering of the sums."""
+    """(tensor, the same) → the ordered reduction of an all-reduce among so many ranks, and a gathering of the sums
+    unless it is direct."""
 
     def build(tensor: Tensor, same: Tensor) -> list[Call]:
         n = tensor.numel()
 
         def lay_out(reduction: Call) -> None:
-            shards = shards_of(_flat(tensor), size)
-            mine = shards[rank]
-            reduction.sends, of_sums.receives = shards, shards
-            reduction.receives, reduction.target = [mine] * size, mine
-            of_sums.sends = [mine] * size
+            reduction.sends = terms_of(_flat(tensor), size)
+            reduction.target = reduction.sends[rank]
+            reduction.receives = [reduction.target] * size
+            of_sums.receives, of_sums.sends = reduction.sends, reduction.receives
 
         reduction = Call(dtype=tensor.dtype, total_words=n, spec=spec, lay_out=lay_out)
         of_sums = Call(dtype=tensor.dtype, total_words=n, same_for_all=True)
-        return [reduction, of_sums]
+        return [reduction] if is_direct(size) else [reduction, of_sums]
 
     return build

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import threading
 import time
@@ -169,6 +170,36 @@ def test_every_operation_is_bit_exact(make: Any, link: str, dtype: torch.dtype, 
             return good
 
         assert ranks.each(run) == [[True] * 4] * 3, n
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("link", ["threads", "gloo"])
+@pytest.mark.parametrize("compress", ["always", "never"])
+@pytest.mark.parametrize("wild", [False, True], ids=["normal", "any_pattern"])
+def test_two_ranks_reduce_in_one_exchange_over_their_own_terms(make: Any, link: str, compress: Any, wild: bool) -> None:
+    ranks = make(2, Policy(compress=compress, timeout_s=20.0), link=link, pause_s=0.0005)
+    stages: list[int] = []
+    carry = ranks.comms[0]._exchange._carry_through
+    ranks.comms[0]._exchange._carry_through = lambda call, **how: (stages.append(call.stage), carry(call, **how))
+    for n, dtype in itertools.product(SIZES, (torch.bfloat16, torch.float32)):
+        inputs = [data(n, 10 + r, dtype, wild) for r in range(2)]
+
+        def run(rank: int, inputs: Any = inputs) -> list[torch.Tensor]:
+            results = []
+            for async_op in (False, True, False):  # the second and the third as calls that are known
+                x = inputs[rank].clone()
+                work = ranks.comms[rank].all_reduce(x, dist.ReduceOp.AVG, async_op=async_op)
+                if work is not None:
+                    work.wait()
+                results.append(x)
+            ranks.comms[rank].barrier()  # the device may still be busy
+            return results
+
+        wanted = summed(inputs, ReduceSpec("avg"))
+        assert all(same(x, wanted) for results in ranks.each(run) for x in results), (n, dtype)
+    ranks.comms[0]._exchange._carry_through = carry
+    assert len(stages) == 4 * 2 * len(SIZES)  # three reductions and a barrier
+    assert set(stages) == {0}
 
 
 class Watching:
