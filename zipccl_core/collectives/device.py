@@ -21,7 +21,8 @@ from ..frame import FrameHeader
 
 _T = TypeVar("_T")
 
-STREAMS = ("encode", "move", "decode")
+STREAMS = ("encode", "move", "beside", "decode")
+"""A Communicator's own; "beside" is the link's, for what moves at the same time as what the stream in use holds."""
 CALLERS = "caller's"
 
 

@@ -1,0 +1,136 @@
+"""The NCCL link's own part: what goes in halves, on which communicator, and in which order with the stream in use."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from zipccl_core.collectives import link
+from zipccl_core.collectives.link import NcclLink, Piece, halves
+from zipccl_core.tests.thread_device import ThreadDevice
+
+HALVED_BYTES = 4096
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "HALVED_BYTES", HALVED_BYTES)
+
+
+@pytest.mark.parametrize("n", [1, HALVED_BYTES - 1, HALVED_BYTES, HALVED_BYTES + 1, 3 * HALVED_BYTES + 77])
+def test_halves_are_the_piece_cut_where_both_ends_cut_it(n: int) -> None:
+    data = torch.arange(n).to(torch.uint8)
+    first, second = halves([Piece(3, data)])
+    assert [piece.peer for piece in (*first, *second)] == [3] * (1 + (n >= HALVED_BYTES))
+    assert torch.equal(torch.cat([piece.data for piece in (*first, *second)]), data)
+    for piece in second:  # what NCCL copies fast begins at an aligned address
+        assert (piece.data.data_ptr() - data.data_ptr()) % 128 == 0
+        assert abs(piece.data.numel() - n / 2) <= 128
+
+
+def test_pieces_of_all_sizes_keep_their_order() -> None:
+    sizes = [5, HALVED_BYTES, 7, 2 * HALVED_BYTES]
+    first, second = halves([Piece(peer, torch.empty(n, dtype=torch.uint8)) for peer, n in enumerate(sizes)])
+    assert [(piece.peer, piece.data.numel()) for piece in first] == [(0, 5), (1, 2048), (2, 7), (3, 4096)]
+    assert [(piece.peer, piece.data.numel()) for piece in second] == [(1, 2048), (3, 4096)]
+
+
+class Looped:
+    """In NCCL's place: what is sent to a peer is received from it, on the stream that was named."""
+
+    def __init__(self) -> None:
+        self.communicators: list[int] = []
+
+    def exchange(self, parts: Any) -> None:
+        for communicator, sends, receives, stream in parts:
+            self.communicators.append(communicator)
+            for (to, data), (src, into) in zip(sends, receives, strict=True):
+                assert (to, data.numel()) == (src, into.numel())
+                stream.put(lambda into=into, data=data: into.copy_(data))
+
+
+class Backend:
+    def __init__(self, number: int, ended: list[str]) -> None:
+        self._number, self._ended = number, ended
+
+    def _comm_ptr(self) -> int:
+        return self._number
+
+    def abort(self) -> None:
+        self._ended.append(f"abort {self._number}")
+
+    def shutdown(self) -> None:
+        self._ended.append(f"shutdown {self._number}")
+
+
+class LoopedLink(NcclLink):
+    def __init__(self, device: ThreadDevice) -> None:
+        self.ended: list[str] = []
+        self.looped = Looped()
+        self._backends: Any = [Backend(n, self.ended) for n in range(2)]
+        self._nccl: Any = self.looped
+        self._device, self._stream = device, lambda: device.stream  # type: ignore[assignment,return-value]
+        self._aborted, self._lock = False, threading.Lock()
+
+
+@pytest.fixture
+def device() -> Iterator[ThreadDevice]:
+    made = ThreadDevice()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+@pytest.mark.parametrize("stream", ["move", "encode"])
+def test_both_halves_come_after_what_the_stream_holds_and_before_what_follows(
+    device: ThreadDevice, stream: str, in_order: bool
+) -> None:
+    made = LoopedLink(device)
+    sizes = [9, 5 * HALVED_BYTES + 3]
+    sources = [torch.zeros(n, dtype=torch.uint8) for n in sizes]
+    targets = [torch.zeros(n, dtype=torch.uint8) for n in sizes]
+    seen: list[torch.Tensor] = []
+
+    def fill() -> None:
+        time.sleep(0.05)
+        for source in sources:
+            source.fill_(7)
+
+    with device.attached(), device.on(stream):
+        device.stream.put(fill)
+        device.streams["beside"].put(lambda: time.sleep(0.1))
+        pieces = [[Piece(1, tensor) for tensor in tensors] for tensors in (sources, targets)]
+        posted = made.post(pieces[0], pieces[1], 0, time.monotonic() + 10, in_order)
+        posted.arrive(time.monotonic() + 10)
+        device.stream.put(lambda: seen.extend(target.clone() for target in targets))
+        end = device.mark()
+    assert end.done.wait(10)
+    assert all(bool((target == 7).all()) for target in seen)
+    assert [target.numel() for target in seen] == sizes
+    assert made.looped.communicators == [0, 1]
+
+
+def test_small_pieces_go_on_one_communicator(device: ThreadDevice) -> None:
+    made = LoopedLink(device)
+    source, target = torch.ones(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    with device.attached(), device.on("move"):
+        made.post([Piece(1, source)], [Piece(1, target)], 0, time.monotonic() + 10)
+        assert device.mark().done.wait(10)
+    assert torch.equal(target, source)
+    assert made.looped.communicators == [0]
+
+
+@pytest.mark.parametrize(("end", "told"), [("abort", "abort"), ("close", "shutdown")])
+def test_both_communicators_end_and_once(device: ThreadDevice, end: str, told: str) -> None:
+    made = LoopedLink(device)
+    getattr(made, end)()
+    made.abort()
+    made.close()
+    assert made.ended == [f"{told} 0", f"{told} 1"]
+    with device.attached(), device.on("move"), pytest.raises(RuntimeError, match="closed"):
+        made.post([Piece(1, torch.ones(1, dtype=torch.uint8))], [], 0, time.monotonic() + 10)
