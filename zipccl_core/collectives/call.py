@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -117,9 +118,9 @@ class Call:
     on: Device | None = None
     finished: Event | None = None
 
-    @property
+    @functools.cached_property
     def place(self) -> Place:
-        """Where this call recurs; the same on all ranks if they call alike."""
+        """Where this call recurs; the same on all ranks if they call alike. Once all else is known of it."""
         dtype = dtype_text(self.dtype) if self.dtype else ""
         return (self.operation, self.stage, dtype, self.total_words.bit_length())
 

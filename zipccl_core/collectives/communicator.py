@@ -145,7 +145,7 @@ class Communicator:
                 "all_gather_into_tensor",
                 output_tensor,
                 input_tensor,
-                functools.partial(straight.gather, group),
+                functools.partial(straight.gather, group, input_tensor.dtype),
                 self._size - 1,
                 async_op,
                 in_place_at=self._rank * _bytes(input_tensor),
@@ -255,7 +255,7 @@ class Communicator:
                 "all_to_all_single",
                 output,
                 input,
-                functools.partial(straight.exchange_parts, group),
+                functools.partial(straight.exchange_parts, group, input.dtype),
                 (self._size - 1) / self._size,
                 async_op,
             )
@@ -373,7 +373,7 @@ class Communicator:
                 "broadcast",
                 tensor,
                 tensor,
-                functools.partial(straight.broadcast, group, root),
+                functools.partial(straight.broadcast, group, root, tensor.dtype),
                 others,
                 async_op,
             )

@@ -214,7 +214,8 @@ class CudaDevice:
             )
 
     def is_capturing(self) -> bool:
-        return torch._C._cuda_getDevice() != self._device.index or torch._C._cuda_isCurrentStreamCapturing()
+        # Of the current device: who captures on another than that has set it aside in the middle of a capture.
+        return torch._C._cuda_isCurrentStreamCapturing()
 
     def can_use_callers(self) -> bool:
         return torch._C._cuda_getCurrentRawStream(self._device.index) == 0  # PyCUDA launches on no other of torch's

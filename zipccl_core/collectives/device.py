@@ -78,7 +78,7 @@ class Device(Protocol):
         """InvalidArgument if this is not that device, or if the current stream is being captured into a graph."""
 
     def is_capturing(self) -> bool:
-        """False if the calling thread's current stream of the framework is not being captured, as far as is known."""
+        """Whether the calling thread's current stream of the framework is being captured, on its current device."""
 
     def can_use_callers(self) -> bool:
         """Whether CALLERS is the calling thread's current stream of the framework: what goes there needs no order."""

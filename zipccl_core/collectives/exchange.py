@@ -41,7 +41,7 @@ from .call import Call, Heard, Refused, data_tag, nothing, phase_range, title
 from .message import Incoming, Message, Sent, dtype_text, encode_message
 from .pipeline import Pipeline
 from .seam import Seam
-from .transport import Control, Disconnected, Transport, Watched, is_of_the_connection, let_others, nap_s
+from .transport import LEFT, Control, Disconnected, Transport, Watched, is_of_the_connection, let_others, nap_s
 from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
 
 log = logging.getLogger("zipccl")
@@ -263,11 +263,16 @@ class Exchange:
         call.told = True
         for peer in self.peers:
             try:
-                record = call.packed_for(self.rank, peer, self._fingerprint)
-                call.control_sends.append((peer, self.transport.send_control(record, peer)))
+                self._tell(call, call.packed_for(self.rank, peer, self._fingerprint), peer)
             except RuntimeError as exc:
                 exc.__cause__ = exc.__context__ = None  # as the traceback, they hold the caller's frames
                 call.send_failure = call.send_failure or (peer, exc.with_traceback(None))
+
+    def _tell(self, call: Call, control: bytes, peer: int) -> None:
+        """Post a control message about a call, which is over when that is."""
+        work = self.transport.send_control(control, peer)
+        if work is not LEFT:
+            call.control_sends.append((peer, work))
 
     def follow(self, call: Call) -> Work:
         """Hand a straight call to the progress thread, behind all others: it has no number."""
@@ -388,21 +393,21 @@ class Exchange:
                 self.give_up(PeerError(text), exc)
             self.untold = self.broken
 
-    def tell_ahead(self) -> None:
+    def tell_ahead(self, call: Call) -> None:
         """Tell of the calls that are queued: their records travel while this rank waits for what this call needs.
 
-        On the progress thread alone, which takes them from the queue.
+        On the progress thread alone, which takes them from the queue: not if the call's own caller carries it through.
         """
-        if threading.current_thread() is not self._thread:
+        if call.waited_for:
             return
         with contextlib.suppress(queue.Empty):
             while True:
-                call = self._calls.get_nowait()
-                if call is _WAKE:
+                queued = self._calls.get_nowait()
+                if queued is _WAKE:
                     continue
-                self._ahead.append(call)
-                if call is not None and call.straight is None and not call.told:
-                    self.send_records(call)
+                self._ahead.append(queued)
+                if queued is not None and queued.straight is None and not queued.told:
+                    self.send_records(queued)
 
     def _execute(self, call: Call) -> None:
         if self.broken is not None:
@@ -420,7 +425,7 @@ class Exchange:
         if not call.told:
             self.send_records(call)
         if pipeline is not None:
-            self.tell_ahead()
+            self.tell_ahead(call)
         if call.send_failure is not None:
             raise self.transport_failed(title(call), call.send_failure[1], [call.send_failure[0]])
         pending, self._pending = self._pending, None  # what the call before found out after it had returned
@@ -588,7 +593,7 @@ class Exchange:
                 if call.native is None:
                     agrees(src)
                 continue
-            record = self.parsed(f"{title(call)}: from rank {src} to rank {self.rank}", CallRecord.parse, data)
+            record = self.parsed(self._told_by(call, src), CallRecord.parse, data)
             heard.all_valid = heard.all_valid and record.valid
             if call.invalid is not None or not record.valid:
                 continue
@@ -745,7 +750,7 @@ class Exchange:
         verdicts = {self.rank: Verdict.parse(packed)}  # as the peers read it
         self.reached("verdict", call)
         for peer in self.peers:
-            call.control_sends.append((peer, self.transport.send_control(packed, peer)))
+            self._tell(call, packed, peer)
         for src, data in self._control(call, Verdict.MAGIC, deadline):
             verdicts[src] = self._parsed(call, src, Verdict.parse, data)
         return [verdicts[r] for r in range(self.size)]
@@ -764,22 +769,29 @@ class Exchange:
         own = mine(self.rank)
         known = {self.rank: own if own.error is None else Sizes.parse(own.pack())}  # as the peers read it
         for peer in self.peers:
-            call.control_sends.append((peer, self.transport.send_control(mine(peer).pack(), peer)))
-        self.tell_ahead()
+            self._tell(call, mine(peer).pack(), peer)
+        self.tell_ahead(call)
         for src, data in self._control(call, Sizes.MAGIC, deadline):
             known[src] = self._parsed(call, src, Sizes.parse, data)
         return [known[r] for r in range(self.size)]
 
-    def parsed(self, what: str, parse: Callable[[bytes], _Parsed], data: bytes) -> _Parsed:
-        """What a peer tells; the agreed fatal error if it is damaged, since this rank alone has seen that."""
+    def parsed(self, what: Callable[[], str], parse: Callable[[bytes], _Parsed], data: bytes) -> _Parsed:
+        """What a peer tells; the agreed fatal error if it is damaged, since this rank alone has seen that.
+
+        Args:
+            what: what the error calls it.
+        """
         try:
             return parse(data)
         except ZipcclError as exc:
-            raise self.give_up(type(exc)(f"{what}: {exc}"), exc) from exc
+            raise self.give_up(type(exc)(f"{what()}: {exc}"), exc) from exc
+
+    def _told_by(self, call: Call, src: int) -> Callable[[], str]:
+        return lambda: f"{title(call)}: from rank {src} to rank {self.rank}"
 
     def _parsed(self, call: Call, src: int, parse: Callable[[bytes], _Told], data: bytes) -> _Told:
         """What a peer tells of this call and no other; see parsed."""
-        told = self.parsed(f"{title(call)}: from rank {src} to rank {self.rank}", parse, data)
+        told = self.parsed(self._told_by(call, src), parse, data)
         if told.sequence != call.sequence:
             error = PeerError(f"{title(call)}: rank {src} speaks of call #{told.sequence} to rank {self.rank}")
             raise self.give_up(error, error)
@@ -791,14 +803,16 @@ class Exchange:
         """One control message of a kind from every peer, whoever is first."""
         missing, patience_s = list(self.peers), _PATIENCE_S
         while missing:
-            peer = next((p for p in missing if self._stash[p][kind]), None)
-            if peer is None:
+            for peer in missing:
+                if self._stash[peer][kind]:
+                    break
+            else:
                 if meanwhile is None:
-                    self._hear(title(call), missing, deadline)
+                    self._hear(call, missing, deadline)
                 elif not self._hear_within(patience_s):
                     patience_s = 0.0
                     if not meanwhile():
-                        self._hear(title(call), missing, deadline)
+                        self._hear(call, missing, deadline)
                 continue
             control = self._stash[peer][kind].popleft()
             assert control.data is not None
@@ -809,15 +823,15 @@ class Exchange:
                 call.arrivals_s[peer] = control.arrived_s
             yield peer, control.data
 
-    def _hear(self, what: str, missing: list[int], deadline: float) -> None:
+    def _hear(self, call: Call, missing: list[int], deadline: float) -> None:
         """Take one control message from the inbox; the agreed fatal error if none comes or one of `missing` is gone."""
-        gone = next((p for p in missing if p in self._lost), None)
-        if gone is not None:
-            raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
+        for gone in missing if self._lost else ():
+            if gone in self._lost:
+                raise self.transport_failed(title(call), RuntimeError(self._lost[gone]), [gone])
         try:
             control = self.transport.inbox.get(timeout=max(deadline - time.monotonic(), 0.001))
         except queue.Empty as exc:
-            raise self.transport_failed(what, RuntimeError("timed out"), missing) from exc
+            raise self.transport_failed(title(call), RuntimeError("timed out"), missing) from exc
         self._take(control)
 
     def _hear_within(self, seconds: float) -> bool:
@@ -943,16 +957,19 @@ class Exchange:
         if not call.sends:
             self.count(call.operation, [], calls=1)
             return
-        dtype = dtype_text(call.dtype) if call.dtype else ""
-        coded = sum(message.coded for message in messages.values())
-        largest = max((message.raw_bytes for message in messages.values()), default=0)
-        paused = "coding did not pay at this place; it is tried again later" if call.paused else ""
-        reason = call.native_reason or paused or explain(self.policy, dtype, coded, len(messages), largest)
+        sent = list(messages.values())
+        coded = len([message for message in sent if message.coded])
+        reason = call.native_reason
+        if call.paused:
+            reason = reason or "coding did not pay at this place; it is tried again later"
+        elif not reason:
+            largest = max([message.raw_bytes for message in sent], default=0)
+            reason = explain(self.policy, dtype_text(call.dtype) if call.dtype else "", coded, len(sent), largest)
         decision = Decision("compressed" if coded else "native", reason, call.operation, call.sequence)
         sent_natively = 0
         if call.native is not None:
             sent_natively = sum(call.sends[peer].numel() * call.sends[peer].element_size() for peer in self.peers)
-        self.count(call.operation, list(messages.values()), int(call.stage == 0), sent_natively, decision)
+        self.count(call.operation, sent, int(call.stage == 0), sent_natively, decision)
 
     def forget(self) -> None:
         """Empty the books: what was called so far was nobody's call. With nothing under way."""

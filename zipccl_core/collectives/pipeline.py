@@ -126,7 +126,7 @@ class Pipeline:
         self._kept = [call.sends, call.receives, call.finish]
         try:
             self._retire_finished()
-            while sum([bool(flight.buffers) for flight in self._in_flight]) >= CALLS_AT_ONCE:
+            while len(self._in_flight) >= CALLS_AT_ONCE and self._is_full():
                 self._retire(self._in_flight[0])
             plan = self._plan(call)
             if call.issued is None and call.stream != CALLERS:
@@ -155,6 +155,10 @@ class Pipeline:
             self._kept = []
         if error is not None:
             raise error
+
+    def _is_full(self) -> bool:
+        """Whether as many calls hold buffers as may; a straight one has none."""
+        return len([flight for flight in self._in_flight if flight.buffers]) >= CALLS_AT_ONCE
 
     def follow(self, call: Call, deadline: float) -> None:
         """Start a straight call behind what has been posted; when it returns, `call.finished` is what to wait for."""
@@ -186,8 +190,9 @@ class Pipeline:
         agreed = len(agreeing) == len(exchange.peers)
         sends = plan.outgoing if agreed else {peer: m for peer, m in plan.outgoing.items() if peer in agreeing}
         receives = incoming if agreed else {peer: m for peer, m in incoming.items() if peer in agreeing}
-        arrivals = self._phase_one(call, sends, receives, begun, deadline)
-        exchange.tell_ahead()
+        count = max(plan.outgoing_chunks, plan.incoming_chunks, 1)
+        arrivals = self._phase_one(call, sends, receives, count, begun, deadline)
+        exchange.tell_ahead(call)
         verdicts: dict[int, _Verdict] = {}
         early = call.alike and heard.refused is None and call.native is None
         if early:
@@ -288,7 +293,7 @@ class Pipeline:
         if call.waited_for and plan.moves and plan.largest_bytes <= MOST_IN_ORDER_BYTES:
             # No chunk could be worked on while another moves, and the caller does nothing meanwhile: what keeps streams
             # in order, much of the host's time in a call, can be spared.
-            call.stream = CALLERS if self.can_use_callers() else STREAMS[0]
+            call.stream = CALLERS if call.issued is None else STREAMS[0]
         return plan
 
     def _encode(self, call: Call, plan: Plan) -> tuple[list[HostBytes], list[Event]]:
@@ -309,7 +314,7 @@ class Pipeline:
             assert scratch is not None
             self._exchange.reached("encode", call)
             codebooks = device.codebooks([m.flat for m in messages], self._exchange.policy.codebook)
-            for index in range(max(len(m.chunks) for m in messages)):
+            for index in range(plan.outgoing_chunks):
                 batch = [i for i, m in enumerate(messages) if index < len(m.chunks)]
                 device.share(index > 0)  # with the chunk before, on its way
                 made = device.encode(
@@ -327,14 +332,18 @@ class Pipeline:
         call: Call,
         sends: dict[int, DeviceMessage],
         receives: dict[int, DeviceMessage],
+        count: int,
         begun: list[Event],
         deadline: float,
     ) -> list[Posted]:
-        """Post what has a size that both ends know; an arrival a chunk. Uncoded messages go with the first."""
+        """Post what has a size that both ends know; an arrival a chunk. Uncoded messages go with the first.
+
+        Args:
+            count: posts to make, at least the chunks of any message.
+        """
         arrivals: list[Posted] = []
-        count = max((len(m.chunks) for m in (*sends.values(), *receives.values())), default=0)
         with self.device.on(_stream(call, "move")), phase_range(call, "move"):
-            for index in range(max(count, 1)):
+            for index in range(count):
                 if not call.stream:
                     self.device.after(begun[min(index, len(begun) - 1)])
                 out = [piece for peer, m in sends.items() for piece in _pieces(peer, m, index)]
@@ -354,28 +363,28 @@ class Pipeline:
         """Tell every peer the sizes of its frames, hear the same; what all ranks then know to be wrong."""
         exchange, outgoing = self._exchange, plan.outgoing
         if headers:
-            exchange.poll(headers[-1].query, deadline, title(call), [exchange.rank])
-            found = [iter(_SIZE_DIGEST_ESCAPES.iter_unpack(made.read())) for made in headers]
+            if not headers[-1].query():
+                exchange.poll(headers[-1].query, deadline, title(call), [exchange.rank])
+            found = [_SIZE_DIGEST_ESCAPES.iter_unpack(made.read()) for made in headers]
             for m in plan.messages:
-                mine = [next(found[index]) for index in range(len(m.chunks))]
+                mine = [next(headers_of_chunk) for headers_of_chunk in found[: len(m.chunks)]]
                 m.told(tuple([(size, digest) for size, digest, _ in mine]), sum([escapes for _, _, escapes in mine]))
         error, self._wrong = self._wrong, None
         fatal = False
         if error is None and refused is not None:
             error, fatal = refused.error, refused.fatal
         coded = [m.sent() for m in outgoing.values() if m.coded]
-        raw, sent = sum(s.raw_bytes for s in coded), sum(s.sent_bytes for s in coded)
+        raw, sent = sum([s.raw_bytes for s in coded]), sum([s.sent_bytes for s in coded])
 
         def to(peer: int) -> Sizes:
             frames = outgoing[peer].frames if peer in outgoing else ()
             return Sizes(call.sequence, exchange.rank, error, fatal, raw, sent, frames)
 
         known = exchange.share_sizes(call, to, deadline)
-        first = next((s for s in known if s.error is not None), None)
-        if first is not None:
-            assert first.error is not None
-            return exchange.give_up(first.error, first.error) if any(s.fatal for s in known) else first.error
-        exchange.learn(call, sum(s.raw_bytes for s in known), sum(s.sent_bytes for s in known))
+        errors = [s.error for s in known if s.error is not None]
+        if errors:
+            return exchange.give_up(errors[0], errors[0]) if any(s.fatal for s in known) else errors[0]
+        exchange.learn(call, sum([s.raw_bytes for s in known]), sum([s.sent_bytes for s in known]))
         for peer, message in plan.incoming.items():
             self._check_sizes(call, peer, message, known[peer].frames)
             message.told(known[peer].frames)
@@ -403,8 +412,8 @@ class Pipeline:
         deadline: float,
     ) -> bool:
         """Post what the prefixes had no room for; whether there is any. It arrives behind all of phase one."""
-        out = [Piece(peer, rest) for peer, m in sends.items() for rest in m.rests()]
-        into = [Piece(peer, rest) for peer, m in receives.items() for rest in m.rests()]
+        out = [Piece(peer, rest) for peer, m in sends.items() if m.late for rest in m.rests()]
+        into = [Piece(peer, rest) for peer, m in receives.items() if m.late for rest in m.rests()]
         if out or into:
             with self.device.on(_stream(call, "move")), phase_range(call, "move"):
                 self._exchange.reached("send_phase_two", call)
@@ -450,7 +459,7 @@ class Pipeline:
                         device.after(begun[-1])  # it fills the device, and is in no hurry
                     device.copy(own, mine)
             make = self._decode_chunk if call.target is None else self._reduce_chunk
-            count = max((len(m.chunks) for m in incoming.values()), default=0)
+            count = plan.incoming_chunks
             for index in range(max(count, call.target is not None)):
                 if late is None or index in late:
                     if incoming:
@@ -510,12 +519,17 @@ class Pipeline:
     def _retire_finished(self) -> None:
         """Let go of the calls that the device is done with; never waits for it."""
         while self._in_flight and self._in_flight[0].finished.query():
-            self._retire(self._in_flight[0])
+            self._take_back(self._in_flight[0])
 
     def _retire(self, flight: _InFlight) -> None:
-        """Wait, bounded, until the device is done with a call; note what was wrong, and take the buffers back."""
+        """Wait, bounded, until the device is done with a call; then as _take_back."""
         exchange = self._exchange
         exchange.poll(flight.finished.query, flight.deadline, flight.title, exchange.peers)
+        self._take_back(flight)
+
+    def _take_back(self, flight: _InFlight) -> None:
+        """Of a call that the device is done with: note what was wrong, and take the buffers back."""
+        exchange = self._exchange
         for verdict in flight.verdicts:
             self._wrong = self._wrong or self._judge(flight, verdict)
         for peer, work in flight.control_sends:

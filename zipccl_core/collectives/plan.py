@@ -97,12 +97,17 @@ class Shape:
         outgoing, incoming: (peer, chunks of its message, whether that takes a buffer) of each that has one.
         sizes: bytes of the buffers, those of outgoing messages before those of incoming ones, and the scratch's last.
         with_scratch: whether there is one.
+        outgoing_chunks, incoming_chunks: of the message that has most.
+        largest_bytes: the greatest of sizes.
     """
 
     outgoing: tuple[tuple[int, tuple[Chunk, ...], bool], ...]
     incoming: tuple[tuple[int, tuple[Chunk, ...], bool], ...]
     sizes: list[int]
     with_scratch: bool
+    outgoing_chunks: int
+    incoming_chunks: int
+    largest_bytes: int
 
 
 @dataclass
@@ -114,8 +119,8 @@ class Plan:
         messages: those that go and are coded, each once.
         buffers: all that were taken from the pool.
         scratch: the encoder's, if there is anything to encode.
-        largest_bytes: asked for of the largest buffer.
         moves: whether messages are exchanged at all, and not a collective of the backend's.
+        outgoing_chunks, incoming_chunks, largest_bytes: see Shape.
     """
 
     outgoing: dict[int, DeviceMessage]
@@ -123,8 +128,10 @@ class Plan:
     messages: list[DeviceMessage]
     buffers: list[Buffer]
     scratch: Tensor | None
-    largest_bytes: int = 0
     moves: bool = True
+    outgoing_chunks: int = 0
+    incoming_chunks: int = 0
+    largest_bytes: int = 0
 
 
 class Planner:
@@ -181,7 +188,8 @@ class Planner:
                     n_bytes = made.flat.numel() * made.flat.element_size()
                     made.flat = made.buffer.part(0, n_bytes).view(made.flat.dtype)
         scratch = buffers[-1].whole if shape.with_scratch else None
-        return Plan(outgoing, incoming, messages, buffers, scratch, max(shape.sizes, default=0))
+        counts = shape.outgoing_chunks, shape.incoming_chunks
+        return Plan(outgoing, incoming, messages, buffers, scratch, True, *counts, shape.largest_bytes)
 
     def _shape(
         self,
@@ -209,10 +217,11 @@ class Planner:
 
         outgoing = messages(sends, False)
         incoming = messages(receives, kind == "reduce")
-        scratch_bytes = 0
-        for index in range(max((len(chunks) for _, chunks, _ in outgoing), default=0)):
+        scratch_bytes, count = 0, max((len(chunks) for _, chunks, _ in outgoing), default=0)
+        for index in range(count):
             words = [chunks[index].words for _, chunks, _ in outgoing if index < len(chunks)]
             scratch_bytes = max(scratch_bytes, self._device.scratch_bytes(words))
         if scratch_bytes:
             sizes.append(scratch_bytes)
-        return Shape(outgoing, incoming, sizes, scratch_bytes > 0)
+        incoming_count = max((len(chunks) for _, chunks, _ in incoming), default=0)
+        return Shape(outgoing, incoming, sizes, scratch_bytes > 0, count, incoming_count, max(sizes, default=0))

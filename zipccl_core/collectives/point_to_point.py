@@ -139,7 +139,7 @@ class _Channel:
             valid=call.invalid is None,
         )
         came = self._swap(mine.pack(), CallRecord.BYTES, _RECORD, deadline, title)
-        theirs = exchange.parsed(title, CallRecord.parse, came)
+        theirs = exchange.parsed(lambda: title, CallRecord.parse, came)
         transfers: list[Any] = []
         error: ZipcclError | None = call.invalid
         fatal = False
@@ -155,7 +155,7 @@ class _Channel:
         exchange.reached("verdict", call, self._peer)
         verdict = Verdict(call.sequence, exchange.rank, error, fatal).pack()
         came = self._swap(verdict, Verdict.BYTES, _VERDICT, deadline + 1.0, title)
-        answer = exchange.parsed(title, Verdict.parse, came)
+        answer = exchange.parsed(lambda: title, Verdict.parse, came)
         both = sorted((Verdict.parse(verdict), answer), key=lambda v: v.src)
         failed = next((v.error for v in both if v.error is not None), None)
         if failed is not None and any(v.fatal for v in both):

@@ -122,23 +122,23 @@ def _options(kind: Any, async_op: bool) -> Any:
     return made
 
 
-def gather(group: Any, async_op: bool) -> Start:
+def gather(group: Any, dtype: torch.dtype, async_op: bool) -> Start:
     """What starts the backend's all-gather of contiguous tensors."""
     options = _options(AllgatherOptions, async_op)
-    return lambda output, input: group._allgather_base(_known(output), _known(input), options)
+    return _of_known(dtype, lambda output, input: group._allgather_base(output, input, options))
 
 
-def exchange_parts(group: Any, async_op: bool) -> Start:
+def exchange_parts(group: Any, dtype: torch.dtype, async_op: bool) -> Start:
     """What starts the backend's all-to-all of equal parts of flat tensors."""
     options = _options(dist.AllToAllOptions, async_op)
-    return lambda output, input: group.alltoall_base(_known(output), _known(input), [], [], options)
+    return _of_known(dtype, lambda output, input: group.alltoall_base(output, input, [], [], options))
 
 
-def broadcast(group: Any, root: int, async_op: bool) -> Start:
+def broadcast(group: Any, root: int, dtype: torch.dtype, async_op: bool) -> Start:
     """What starts the backend's broadcast of a contiguous tensor."""
     options = _options(dist.BroadcastOptions, async_op)
     options.rootRank, options.rootTensor = root, 0
-    return lambda tensor, same: group.broadcast([_known(tensor)], options)
+    return _of_known(dtype, lambda tensor, same: group.broadcast([tensor], options))
 
 
 def reduce_scatter(group: Any, spec: ReduceSpec, async_op: bool) -> Start:
@@ -168,6 +168,6 @@ _KNOWN = {
 """What every backend knows."""
 
 
-def _known(tensor: Tensor) -> Tensor:
-    """As bytes, if it is of a dtype that a backend may lack."""
-    return tensor if tensor.dtype in _KNOWN else raw_view(tensor)
+def _of_known(dtype: torch.dtype, start: Start) -> Start:
+    """The same on bytes, if a backend may lack the dtype."""
+    return start if dtype in _KNOWN else lambda output, input: start(raw_view(output), raw_view(input))

@@ -157,7 +157,7 @@ class _Left:
         pass
 
 
-_LEFT = _Left()
+LEFT = _Left()
 
 
 class Transport:
@@ -229,7 +229,7 @@ class Transport:
         self.inbox.looks = LOOKS
 
     def send_control(self, data: bytes, peer: int) -> Any:
-        """Post a control message of CONTROL_BYTES."""
+        """Post a control message of CONTROL_BYTES; a Work, LEFT if there is nothing to wait for."""
         if peer not in self._boxes:
             return self.send("control", data, peer, _CONTROL_TAG)
         if not self._groups:
@@ -237,7 +237,7 @@ class Transport:
         with self._box_lock:
             if self._waiting or not self._boxes[peer].put(data):
                 self._waiting.append((peer, data))
-        return _LEFT
+        return LEFT
 
     def _flush(self) -> None:
         """Leave what there was no room for."""
