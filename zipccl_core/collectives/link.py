@@ -149,8 +149,13 @@ class NcclLink:
 
     def abort(self) -> None:
         if self._end():
-            for backend in self._backends:
-                backend.abort()
+            # At once: the end of one communicator may wait for the device, and there a kernel of the other for a peer
+            # that is gone.
+            aborts = [threading.Thread(target=backend.abort, daemon=True) for backend in self._backends]
+            for abort in aborts:
+                abort.start()
+            for abort in aborts:
+                abort.join(NCCL_GRACE_S)
 
     def close(self) -> None:
         if self._end():
