@@ -12,7 +12,7 @@ output has a wrong bit becomes an error instead of a figure, and the exit status
 How it measures. A size is the raw bytes that a rank sends to others. Data is N(0, 0.02²), drawn anew by every rank for
 every rank, so that what must come is known apart from any collective. A round takes native and each policy once, each
 after all ranks have met; a call's time is that of its slowest rank (zipccl_core/bench.py: by the host's clock on CPU;
-on CUDA by events around several synchronous calls back to back, divided by their number). Policies have
+on CUDA by events around 20 synchronous calls back to back, divided by their number, as in nccl-tests). Policies have
 reduction="native": a reduction that is not coded is the backend's own, whose bits are not promised and not checked;
 figures are medians over rounds, spreads third quartile minus first. `host_issue_us` is the host's time in the issuing
 call with async_op=True, `host_wait_us` that in wait(), each the median on the rank where that is longest; on CUDA some
@@ -75,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--dtype", nargs="+", choices=list(DATA), default=list(DATA))
     found.add_argument("--policy", nargs="+", choices=POLICIES, default=list(POLICIES))
     found.add_argument("--rounds", type=int, default=15)
-    found.add_argument("--calls", type=int, help="calls back to back a round; default: 8 on CUDA, 1 on CPU")
+    found.add_argument("--calls", type=int, help="calls back to back a round; default: 20 on CUDA, 1 on CPU")
     found.add_argument("--issue-rounds", type=int, default=7, help="rounds for the host's times")
     found.add_argument("--warmups", type=int, default=3)
     found.add_argument(
@@ -331,7 +331,7 @@ def check(options: argparse.Namespace) -> None:
     """
     device_type = bench.device_type_of(options.device)
     if options.calls is None:
-        options.calls = 1 if device_type == "cpu" else 8
+        options.calls = 1 if device_type == "cpu" else 20
     bench.at_least(1, rounds=options.rounds, calls=options.calls, issue_rounds=options.issue_rounds)
     bench.at_least(0, warmups=options.warmups)
     if device_type == "cpu" and options.link:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,7 +52,7 @@ def nothing() -> None:
     """What is to be done after a call whose result is where the caller wants it."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Call:
     """One collective call as the exchange sees it: what goes to and comes from each peer, and what to do then.
 
@@ -118,9 +117,9 @@ class Call:
     on: Device | None = None
     finished: Event | None = None
 
-    @functools.cached_property
+    @property
     def place(self) -> Place:
-        """Where this call recurs; the same on all ranks if they call alike. Once all else is known of it."""
+        """Where this call recurs; the same on all ranks if they call alike."""
         dtype = dtype_text(self.dtype) if self.dtype else ""
         return (self.operation, self.stage, dtype, self.total_words.bit_length())
 
@@ -182,7 +181,7 @@ def phase_range(call: Call, phase: str) -> contextlib.AbstractContextManager[obj
 _NO_RANGE = contextlib.nullcontext()
 
 
-@dataclass
+@dataclass(slots=True)
 class Heard:
     """What the records of a call came to.
 

@@ -11,7 +11,7 @@ from .wire import MOST_CHUNKS
 CHUNK_BYTES = 96 << 20  # each more costs NCCL a start, some 80 µs; docs/PERFORMANCE.md
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunk:
     """A piece of a message in the pipeline, a frame of its own.
 

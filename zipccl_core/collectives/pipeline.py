@@ -58,7 +58,7 @@ def _count_users(key: Hashable, more: int) -> None:
 MOST_IN_ORDER_BYTES = 24 << 20
 
 
-@dataclass
+@dataclass(slots=True)
 class _Verdict:
     """The verdicts of one launch, to be read when it is over, and which frames they are about: (src, chunk) each."""
 
@@ -66,7 +66,7 @@ class _Verdict:
     about: list[tuple[int, int]]
 
 
-@dataclass
+@dataclass(slots=True)
 class _InFlight:
     """A call that the device is still busy with, and everything that must live until it is done."""
 

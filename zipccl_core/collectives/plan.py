@@ -19,7 +19,7 @@ from .message import Sent, dtype_text
 _NO_BUFFER = Buffer(torch.empty(0, dtype=torch.uint8, device="cpu"))
 
 
-@dataclass
+@dataclass(slots=True)
 class DeviceMessage:
     """What goes to, or comes from, one peer; or to several, if they get the same.
 
@@ -89,7 +89,7 @@ class DeviceMessage:
         return Sent(raw_bytes, sent, n, coded=True, phase_two=bool(self.late), escapes=self.escapes)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Shape:
     """What calls with messages of the same sizes have alike.
 
@@ -110,7 +110,7 @@ class Shape:
     largest_bytes: int
 
 
-@dataclass
+@dataclass(slots=True)
 class Plan:
     """What a call sends and takes in, and what it has been given for that.
 
