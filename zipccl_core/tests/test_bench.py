@@ -348,7 +348,7 @@ def test_links_and_calls_have_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         options = collectives.parser().parse_args(["--device", device, *(["--link", link] if link else [])])
         collectives.check(options)
         found[device, link] = (options.link, options.calls)
-    assert found == {("cpu", None): ("gloo", 1), ("cuda", None): ("nvlink", 20), ("cuda", "host"): ("host", 8)}
+    assert found == {("cpu", None): ("gloo", 1), ("cuda", None): ("nvlink", 20), ("cuda", "host"): ("host", 20)}
 
 
 def test_a_link_sets_what_it_needs_and_unsets_what_others_need() -> None:
