@@ -288,7 +288,8 @@ class Communicator:
 
         An ordered reduce-scatter of shards of ⌈n ÷ world size⌉ elements (the last may be shorter or empty), and an
         all-gather of the sums: each element is what reduce_scatter_tensor gives it. Two ranks send each other all of
-        it, and sum it both: no more bytes, and one exchange instead of two.
+        it, and sum it both: no more bytes, and one exchange instead of two. Where verdicts come late (Policy.verify),
+        a rank may by then have words that another has not; the next call says so on all ranks.
 
         Args:
             tensor: any shape, cpu or cuda; the same number of elements on all ranks. Undefined until done, and after an
@@ -452,7 +453,8 @@ class Communicator:
         """Send a tensor; returns once the receiver has it.
 
         Messages of one sender, receiver and tag arrive in the order in which they were sent; others do not wait for
-        each other. A tensor on CUDA goes by way of the host, which waits for it.
+        each other. A tensor on CUDA goes by way of the host, which waits for it, and of as much pinned memory, which
+        torch keeps for others; so does one that is received.
 
         Args:
             tensor: any shape, cpu or cuda.

@@ -213,8 +213,10 @@ class CudaDevice:
                 "keep it out of the graph, or use the process group's own"
             )
 
+    def is_current(self) -> bool:
+        return torch._C._cuda_getDevice() == self._device.index
+
     def is_capturing(self) -> bool:
-        # Of the current device: who captures on another than that has set it aside in the middle of a capture.
         return torch._C._cuda_isCurrentStreamCapturing()
 
     def can_use_callers(self) -> bool:

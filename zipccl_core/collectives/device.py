@@ -77,6 +77,9 @@ class Device(Protocol):
     def check(self, device: torch.device) -> None:
         """InvalidArgument if this is not that device, or if the current stream is being captured into a graph."""
 
+    def is_current(self) -> bool:
+        """Whether it is the calling thread's current device of the framework."""
+
     def is_capturing(self) -> bool:
         """Whether the calling thread's current stream of the framework is being captured, on its current device."""
 

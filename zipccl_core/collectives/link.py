@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from ..errors import InvalidArgument
 from .board import Board
 from .device import Device, Event, HostCopy
 from .transport import Transport
+
+log = logging.getLogger("zipccl")
 
 NCCL_GRACE_S = 60.0
 POST_S = 2.0
@@ -151,11 +154,13 @@ class NcclLink:
         if self._end():
             # At once: the end of one communicator may wait for the device, and there a kernel of the other for a peer
             # that is gone.
-            aborts = [threading.Thread(target=backend.abort, daemon=True) for backend in self._backends]
+            aborts = [threading.Thread(target=_abort, args=(backend,), daemon=True) for backend in self._backends]
             for abort in aborts:
                 abort.start()
             for abort in aborts:
                 abort.join(NCCL_GRACE_S)
+                if abort.is_alive():
+                    log.error("NCCL has not given up a communicator within %g s; end this process", NCCL_GRACE_S)
 
     def close(self) -> None:
         if self._end():
@@ -169,6 +174,13 @@ class NcclLink:
         if held:
             self._lock.release()
         return first
+
+
+def _abort(backend: Any) -> None:
+    try:
+        backend.abort()
+    except Exception:  # whoever gives up goes on with the rest
+        log.exception("giving up a communicator of NCCL's")
 
 
 def halves(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], list[Piece]]:

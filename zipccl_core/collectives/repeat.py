@@ -65,15 +65,15 @@ class Memory:
         if type(output) is not Tensor or type(input) is not Tensor:
             return None
         known = self._known.get(_key(operation, output, input, more))
-        if known is None or not output.is_contiguous():
-            return None
+        if known is None or not output.is_contiguous() or output.requires_grad:
+            return None  # torch would add a hook to it at each call
         if output is not input:
             if not input.is_contiguous():
                 return None
             if overlaps(output, known.output_bytes, input, known.input_bytes, known.in_place_at):
                 return None
-        if known.build is not None and (output.requires_grad or input.requires_grad):
-            return None  # views of them would be part of a graph; the backend takes them as they are
+        if known.build is not None and (input.requires_grad or not known.device.is_current()):
+            return None  # views of it would be part of a graph; a capture there would not be seen
         return None if known.device.is_capturing() else known
 
     def note(self, operation: str, output: Tensor, input: Tensor, more: Any, known: Known) -> None:

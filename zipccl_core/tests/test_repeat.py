@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from zipccl_core import Policy
 from zipccl_core.collectives.device import STREAMS
-from zipccl_core.errors import InvalidArgument, PeerError
+from zipccl_core.errors import CorruptFrame, InvalidArgument, PeerError
 from zipccl_core.frame import BLOCK_WORDS
-from zipccl_core.tests.test_pipeline import Watching, data, gather, make, nothing, same, small_chunks
+from zipccl_core.tests.test_pipeline import Watching, data, flip, gather, make, nothing, same, small_chunks, summed
 from zipccl_core.tests.thread_device import ThreadDevice
 
 __all__ = ["make", "small_chunks"]
@@ -205,3 +205,33 @@ def test_a_factor_is_not_remembered_and_the_latest_are_kept(make: Any, monkeypat
     for n in (9000, 9001, 9002):
         assert gather(ranks, n) == [True] * 2
     assert [key[1][0] for key in memory._known] == [18002, 18004]
+
+
+@pytest.mark.parametrize(("compress", "input_alone"), [("never", True), ("always", False)])
+def test_what_a_graph_would_hear_of_is_not_taken_for_known(make: Any, compress: Any, input_alone: bool) -> None:
+    """torch adds a hook to an output that requires grad at each call of the backend's; views of inputs join a graph."""
+    ranks = make(2, Policy(compress=compress, reduction="native", timeout_s=20.0), link="straight")
+    outs, inputs = [nothing(18000) for _ in range(2)], [data(9000, r) for r in range(2)]
+    for _ in range(2):
+        ranks.each(lambda rank: ranks.comms[rank].all_gather_into_tensor(outs[rank], inputs[rank]))
+
+    def is_known(out: torch.Tensor, mine: torch.Tensor) -> bool:
+        return ranks.comms[0]._known("all_gather_into_tensor", out, mine, None, False) is not None
+
+    with_grad = torch.ones(1, requires_grad=True).bfloat16()
+    assert is_known(outs[0], inputs[0])
+    assert not is_known(outs[0] * with_grad, inputs[0])
+    assert is_known(outs[0], inputs[0] * with_grad) == input_alone
+
+
+def test_a_late_verdict_on_a_reduction_of_two_is_told_on_both_where_they_meet(make: Any) -> None:
+    ranks = make(2, Policy(compress="always", verify="late", timeout_s=20.0))
+    ranks.links[0].change = flip(9000)  # in what rank 0 gets
+    xs = [data(9000, r) for r in range(2)]
+    wanted = summed(xs)
+    assert ranks.each(lambda rank: ranks.comms[rank].all_reduce(xs[rank])) == [None] * 2
+    errors = ranks.each(lambda rank: ranks.comms[rank].barrier())
+    assert [type(error) for error in errors] == [CorruptFrame] * 2
+    assert not same(xs[0], wanted)
+    assert same(xs[1], wanted)
+    assert gather(ranks, 9000) == [True] * 2

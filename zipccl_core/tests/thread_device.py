@@ -175,6 +175,9 @@ class ThreadDevice:
         finally:
             self._in_use.stream = before
 
+    def is_current(self) -> bool:
+        return True
+
     def is_capturing(self) -> bool:
         return self.capturing
 
