@@ -286,10 +286,10 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Work | None:
         """Sum every rank's tensor in place; all ranks end with the same bits.
 
-        An ordered reduce-scatter of shards of ⌈n ÷ world size⌉ elements (the last may be shorter or empty), and an
-        all-gather of the sums: each element is what reduce_scatter_tensor gives it. Two ranks send each other all of
-        it, and sum it both: no more bytes, and one exchange instead of two. Where verdicts come late (Policy.verify),
-        a rank may by then have words that another has not; the next call says so on all ranks.
+        An ordered reduce-scatter of shards of ⌈n ÷ world size⌉ elements (the last may be shorter or empty), and an all-
+        gather of the sums: each element is what reduce_scatter_tensor gives it. Two ranks send each other all of it,
+        and sum it both: no more bytes, and one exchange instead of two; on the CPU up to 1 MiB. Where verdicts come
+        late (Policy.verify), a rank may by then have words that another has not; the next call says so on all ranks.
 
         Args:
             tensor: any shape, cpu or cuda; the same number of elements on all ranks. Undefined until done, and after an
@@ -312,7 +312,8 @@ class Communicator:
             if not tensor.is_contiguous():
                 flat.copy_(tensor.detach().reshape(-1))
             n = flat.numel()
-            shards = terms_of(flat, self._size)
+            direct = is_direct(self._size, _bytes(flat), flat.device.type in self._exchange.pipelines)
+            shards = terms_of(flat, self._size, direct)
             why = self._why_native(spec, flat.dtype, _bytes(shards[0]), flat.device.type)
             if why:
                 native = Call(
@@ -322,13 +323,14 @@ class Communicator:
                 native.native = lambda group, timeout: all_reduce_native(group, flat, spec, timeout)
                 return [native]
             mine = shards[self._rank]
-            self._note("all_reduce", tensor, tensor, more, reducing_in_place(self._rank, self._size, spec))
-            if is_direct(self._size):
+            self._note("all_reduce", tensor, tensor, more, reducing_in_place(self._rank, self._size, direct, spec))
+            if direct:
                 return [self._reduction(spec, shards, flat, flat, finish)]
             reduction = self._reduction(spec, shards, flat, mine)
             return [reduction, self._gathering(mine, shards, n, finish)]
 
-        if (found := self._straight_reduction(tensor, 1 if is_direct(self._size) else self._size, op)) is not None:
+        parts = 1 if is_direct(self._size, 0, on_device=True) else self._size
+        if (found := self._straight_reduction(tensor, parts, op)) is not None:
             group, spec = found
             return self._go_straight(
                 "all_reduce",

@@ -21,6 +21,7 @@ from .reduce import ReduceSpec
 
 Key = tuple[Any, ...]
 MOST = 4096
+DIRECT_BYTES = 1 << 20
 UNREPEATABLE = object()
 
 
@@ -116,15 +117,15 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor if tensor.dim() == 1 else tensor.view(-1)
 
 
-def is_direct(size: int) -> bool:
+def is_direct(size: int, n_bytes: int, on_device: bool) -> bool:
     """Whether the ranks of an all-reduce send each other everything, and all sum it: two then send no more bytes than
-    for a reduce-scatter and an all-gather, once and not twice."""
-    return size <= 2
+    for a reduce-scatter and an all-gather, once and not twice. On the host, summing all takes longer if it is much."""
+    return size <= 2 and (on_device or n_bytes <= DIRECT_BYTES)
 
 
-def terms_of(flat: Tensor, size: int) -> list[Tensor]:
+def terms_of(flat: Tensor, size: int, direct: bool) -> list[Tensor]:
     """What goes to each rank in an all-reduce: all, or a shard of ⌈n ÷ size⌉ elements, the last shorter or empty."""
-    if is_direct(size):
+    if direct:
         return [flat] * size
     n, width = flat.numel(), -(-flat.numel() // size)
     return [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(size)]
@@ -174,7 +175,7 @@ def reducing(size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Cal
     return build
 
 
-def reducing_in_place(rank: int, size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Call]]:
+def reducing_in_place(rank: int, size: int, direct: bool, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Call]]:
     """(tensor, the same) → the ordered reduction of an all-reduce among so many ranks, and a gathering of the sums
     unless it is direct."""
 
@@ -182,13 +183,13 @@ def reducing_in_place(rank: int, size: int, spec: ReduceSpec) -> Callable[[Tenso
         n = tensor.numel()
 
         def lay_out(reduction: Call) -> None:
-            reduction.sends = terms_of(_flat(tensor), size)
+            reduction.sends = terms_of(_flat(tensor), size, direct)
             reduction.target = reduction.sends[rank]
             reduction.receives = [reduction.target] * size
             of_sums.receives, of_sums.sends = reduction.sends, reduction.receives
 
         reduction = Call(dtype=tensor.dtype, total_words=n, spec=spec, lay_out=lay_out)
         of_sums = Call(dtype=tensor.dtype, total_words=n, same_for_all=True)
-        return [reduction] if is_direct(size) else [reduction, of_sums]
+        return [reduction] if direct else [reduction, of_sums]
 
     return build

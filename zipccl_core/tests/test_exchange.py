@@ -20,8 +20,10 @@ from zipccl_core.collectives import communicator as communicator_module
 from zipccl_core.collectives import message as message_module
 from zipccl_core.collectives.board import Board
 from zipccl_core.collectives.exchange import Exchange, facts
+from zipccl_core.collectives.message import patterns
 from zipccl_core.collectives.point_to_point import Channels
-from zipccl_core.collectives.repeat import Memory
+from zipccl_core.collectives.reduce import ReduceSpec, ordered_sum
+from zipccl_core.collectives.repeat import DIRECT_BYTES, Memory
 from zipccl_core.collectives.seam import PHASES
 from zipccl_core.collectives.wire import Envelope
 from zipccl_core.errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
@@ -88,6 +90,21 @@ def test_a_group_in_the_place_of_async_op_is_refused_on_all_ranks(ranks: Ranks) 
     assert len({str(error) for error in errors}) == 1
     assert "async_op must be True or False, got 'a group'" in str(errors[0])
     assert all(good is True for good in ranks.gather())
+
+
+@pytest.mark.parametrize(("n_bytes", "stages"), [(DIRECT_BYTES, 1), (DIRECT_BYTES + 2, 2)])
+def test_two_ranks_of_the_host_reduce_in_one_exchange_if_it_is_little(n_bytes: int, stages: int) -> None:
+    made = Ranks(2)
+    exchange = made.comms[0]._exchange
+    carry, carried = exchange._carry_through, []
+    exchange._carry_through = lambda call, **how: (carried.append(call.stage), carry(call, **how))
+    inputs = [words(rank).repeat(n_bytes // (2 * N_WORDS) + 1)[: n_bytes // 2].clone() for rank in range(2)]
+    wanted = torch.empty_like(inputs[0])
+    ordered_sum([patterns(x) for x in inputs], ReduceSpec("sum"), patterns(wanted))
+    assert made.each(lambda rank: made.comms[rank].all_reduce(inputs[rank])) == [None] * 2
+    assert all(torch.equal(x.view(torch.int16), wanted.view(torch.int16)) for x in inputs)
+    assert carried == list(range(stages))
+    made.close()
 
 
 def words(rank: int) -> torch.Tensor:
