@@ -297,6 +297,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for i, policy in enumerate(policies):
         for j, link in enumerate(links):
             axis = axes[i][j]
+            if not any((r["link"], r["policy"]) == (link, policy) for r in rows):
+                axis.set_axis_off()
+                continue
             for k, operation in enumerate(OPERATIONS):
                 for data, style in zip(DATA, ("-", "--"), strict=True):
                     key = (operation, link, data, policy)
@@ -316,7 +319,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             axis.set(xlabel="raw bytes a rank sends", ylabel="native time ÷ zipccl's", title=f"{link}, {policy}")
             axis.set_ylim(bottom=0)
             axis.grid(True, alpha=0.3)
-    axes[0][0].legend(fontsize=7)
+    max((axis for row in axes for axis in row), key=lambda axis: len(axis.lines)).legend(fontsize=7)
     machine = result["machine"]
     figure.suptitle(f"{machine['gpu'] or machine['host_cpu']}, {machine['ranks']} ranks, torch {machine['torch']}")
     figure.savefig(path, dpi=110)
