@@ -513,7 +513,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     if options.check:
         wrong = [*problems(), *(collectives_problems() if options.nightly else [])]
-        print("\n".join(wrong) or "the records are of these sources, and all passed")
+        which = "the records are" if options.nightly else "the codec's record is"
+        print("\n".join(wrong) or f"{which} of these sources, and all passed")
         return bool(wrong)
     try:
         if options.collectives:

@@ -181,7 +181,7 @@ def _replay(args: argparse.Namespace) -> int:
 
     directory = runs_in(args.directory)[0]
     if directory != args.directory:
-        raise ValueError(f"{args.directory} holds runs and is none; replay one of them, for instance {directory}")
+        raise ValueError(f"{args.directory} is a folder of runs; replay one of them, for instance {directory}")
     job = job_of(directory, args.out)
     _known(job.subject)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -295,7 +295,7 @@ def test_where_no_run_is_is_one_line(command: str, tmp_path: Path, capsys: pytes
 def test_a_directory_of_runs_is_not_replayed(late: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(late.parent)]) == 2
     assert capsys.readouterr().err == (
-        f"faults: {late.parent} holds runs and is none; replay one of them, for instance {late}\n"
+        f"faults: {late.parent} is a folder of runs; replay one of them, for instance {late}\n"
     )
 
 
