@@ -297,9 +297,6 @@ def draw(result: dict[str, Any], path: Path) -> None:
     for i, policy in enumerate(policies):
         for j, link in enumerate(links):
             axis = axes[i][j]
-            if not any((r["link"], r["policy"]) == (link, policy) for r in rows):
-                axis.set_axis_off()
-                continue
             for k, operation in enumerate(OPERATIONS):
                 for data, style in zip(DATA, ("-", "--"), strict=True):
                     key = (operation, link, data, policy)
@@ -314,6 +311,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
                             marker="o",
                             label=f"{operation}, {data.replace(' from bfloat16', '')}",
                         )
+            if not axis.lines:
+                axis.set_axis_off()
+                continue
             axis.axhline(1, color="black", linewidth=1)
             axis.set_xscale("log", base=2)
             axis.set(xlabel="raw bytes a rank sends", ylabel="native time ÷ zipccl's", title=f"{link}, {policy}")

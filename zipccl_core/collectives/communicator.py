@@ -286,9 +286,9 @@ class Communicator:
     def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Work | None:
         """Sum every rank's tensor in place; all ranks end with the same bits.
 
-        An ordered reduce-scatter of shards of ⌈n ÷ world size⌉ elements (the last may be shorter or empty), and an all-
-        gather of the sums: each element is what reduce_scatter_tensor gives it. Two ranks send each other all of it,
-        and sum it both: no more bytes, and one exchange instead of two; on the CPU up to 1 MiB. Where verdicts come
+        An ordered reduce-scatter of shards of ⌈n ÷ world size⌉ elements (the last may be shorter or empty), and an
+        all-gather of the sums: each element is what reduce_scatter_tensor gives it. Two ranks send each other all of
+        it, and sum it both: no more bytes, and one exchange instead of two; on the CPU up to 1 MiB. Where verdicts come
         late (Policy.verify), a rank may by then have words that another has not; the next call says so on all ranks.
 
         Args:

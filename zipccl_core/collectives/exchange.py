@@ -614,7 +614,7 @@ class Exchange:
 
     def codes_now(self, call: Call) -> bool:
         """Whether the place of a call is not paused."""
-        return not self._switch.adapts or self._switch.codes_now(call.place)
+        return self._switch.codes_now(call.place)
 
     def codes_on_device(self, kind: str, dtype: str, raw_bytes: int) -> bool:
         """Whether a message of raw_bytes of a call on a device is coded; kind as in `probe`."""
@@ -624,8 +624,7 @@ class Exchange:
 
     def learn(self, call: Call, raw_bytes: int, sent_bytes: int) -> None:
         """What all ranks' coded messages of a call weighed; see Switch."""
-        if self._switch.adapts:
-            self._switch.learn(call.place, raw_bytes, sent_bytes)
+        self._switch.learn(call.place, raw_bytes, sent_bytes)
 
     def received(self, phase: str, call: Call, src: int, buffer: torch.Tensor) -> None:
         """Let the seam see, and perhaps change, bytes that have come."""

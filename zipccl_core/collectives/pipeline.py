@@ -32,7 +32,7 @@ from .call import Call, Refused, data_tag, nothing, phase_range, title
 from .device import CALLERS, STREAMS, Device, Event, HostBytes
 from .link import Link, Piece, Posted
 from .message import raw_view
-from .plan import DeviceMessage, Plan, Planner
+from .plan import NO_MESSAGES, DeviceMessage, Plan, Planner
 from .transport import is_of_the_connection
 from .wire import Sizes
 
@@ -126,7 +126,7 @@ class Pipeline:
         self._kept = [call.sends, call.receives, call.finish]
         try:
             self._retire_finished()
-            while len(self._in_flight) >= CALLS_AT_ONCE and self._is_full():
+            while len([flight for flight in self._in_flight if flight.buffers]) >= CALLS_AT_ONCE:
                 self._retire(self._in_flight[0])
             plan = self._plan(call)
             if call.issued is None and call.stream != CALLERS:
@@ -155,10 +155,6 @@ class Pipeline:
             self._kept = []
         if error is not None:
             raise error
-
-    def _is_full(self) -> bool:
-        """Whether as many calls hold buffers as may; a straight one has none."""
-        return len([flight for flight in self._in_flight if flight.buffers]) >= CALLS_AT_ONCE
 
     def follow(self, call: Call, deadline: float) -> None:
         """Start a straight call behind what has been posted; when it returns, `call.finished` is what to wait for."""
@@ -190,7 +186,7 @@ class Pipeline:
         agreed = len(agreeing) == len(exchange.peers)
         sends = plan.outgoing if agreed else {peer: m for peer, m in plan.outgoing.items() if peer in agreeing}
         receives = incoming if agreed else {peer: m for peer, m in incoming.items() if peer in agreeing}
-        count = max(plan.outgoing_chunks, plan.incoming_chunks, 1)
+        count = max(plan.shape.outgoing_chunks, plan.shape.incoming_chunks, 1)
         arrivals = self._phase_one(call, sends, receives, count, begun, deadline)
         exchange.tell_ahead(call)
         verdicts: dict[int, _Verdict] = {}
@@ -290,7 +286,7 @@ class Pipeline:
         call.paused = not self._exchange.codes_now(call)
         with self.device.on("encode"):
             plan = self._planner.plan(call, self._exchange.thresholds.get(call.kind))
-        if call.waited_for and plan.moves and plan.largest_bytes <= MOST_IN_ORDER_BYTES:
+        if call.waited_for and plan.shape is not NO_MESSAGES and plan.shape.largest_bytes <= MOST_IN_ORDER_BYTES:
             # No chunk could be worked on while another moves, and the caller does nothing meanwhile: what keeps streams
             # in order, much of the host's time in a call, can be spared.
             call.stream = CALLERS if call.issued is None else STREAMS[0]
@@ -314,7 +310,7 @@ class Pipeline:
             assert scratch is not None
             self._exchange.reached("encode", call)
             codebooks = device.codebooks([m.flat for m in messages], self._exchange.policy.codebook)
-            for index in range(plan.outgoing_chunks):
+            for index in range(plan.shape.outgoing_chunks):
                 batch = [i for i, m in enumerate(messages) if index < len(m.chunks)]
                 device.share(index > 0)  # with the chunk before, on its way
                 made = device.encode(
@@ -459,7 +455,7 @@ class Pipeline:
                         device.after(begun[-1])  # it fills the device, and is in no hurry
                     device.copy(own, mine)
             make = self._decode_chunk if call.target is None else self._reduce_chunk
-            count = plan.incoming_chunks
+            count = plan.shape.incoming_chunks
             for index in range(max(count, call.target is not None)):
                 if late is None or index in late:
                     if incoming:

@@ -110,6 +110,9 @@ class Shape:
     largest_bytes: int
 
 
+NO_MESSAGES = Shape((), (), [], False, 0, 0, 0)
+
+
 @dataclass(slots=True)
 class Plan:
     """What a call sends and takes in, and what it has been given for that.
@@ -119,8 +122,7 @@ class Plan:
         messages: those that go and are coded, each once.
         buffers: all that were taken from the pool.
         scratch: the encoder's, if there is anything to encode.
-        moves: whether messages are exchanged at all, and not a collective of the backend's.
-        outgoing_chunks, incoming_chunks, largest_bytes: see Shape.
+        shape: that of its messages; NO_MESSAGES if none are exchanged, but perhaps a collective of the backend's made.
     """
 
     outgoing: dict[int, DeviceMessage]
@@ -128,10 +130,7 @@ class Plan:
     messages: list[DeviceMessage]
     buffers: list[Buffer]
     scratch: Tensor | None
-    moves: bool = True
-    outgoing_chunks: int = 0
-    incoming_chunks: int = 0
-    largest_bytes: int = 0
+    shape: Shape
 
 
 class Planner:
@@ -159,7 +158,7 @@ class Planner:
             threshold: what `codes` goes by, if that may change: what was planned before is for another one.
         """
         if call.native is not None or call.invalid is not None or not call.sends:
-            return Plan({}, {}, [], [], None, moves=False)
+            return Plan({}, {}, [], [], None, NO_MESSAGES)
         shape = self._shape_of(
             call.kind,
             call.paused,
@@ -188,8 +187,7 @@ class Planner:
                     n_bytes = made.flat.numel() * made.flat.element_size()
                     made.flat = made.buffer.part(0, n_bytes).view(made.flat.dtype)
         scratch = buffers[-1].whole if shape.with_scratch else None
-        counts = shape.outgoing_chunks, shape.incoming_chunks
-        return Plan(outgoing, incoming, messages, buffers, scratch, True, *counts, shape.largest_bytes)
+        return Plan(outgoing, incoming, messages, buffers, scratch, shape)
 
     def _shape(
         self,

@@ -107,16 +107,13 @@ class Switch:
 
     A call whose coded messages did not shrink by LEAST_RATIO makes the next call at its place go native, then the next
     2, 4 … MOST_PAUSE; after each pause one call is coded to see. One that shrank ends it.
-
-    Attributes:
-        adapts: whether the policy asks for that; else it has nothing to say, and need not be told.
     """
 
     LEAST_RATIO = 1.05
     MOST_PAUSE = 64
 
     def __init__(self, policy: Policy) -> None:
-        self.adapts = policy.compress == "auto"
+        self._adapts = policy.compress == "auto"
         self._places: dict[Place, _Pause] = {}
 
     def codes_now(self, place: Place) -> bool:
@@ -130,7 +127,7 @@ class Switch:
         Args:
             raw_bytes, sent_bytes: of the messages that were coded; 0 if none was.
         """
-        if not self.adapts:
+        if not self._adapts:
             return
         pause = self._places.setdefault(place, _Pause())
         if pause.left:
