@@ -22,17 +22,23 @@ _DATA_TAG = 3
 _TAGS = 1 << 30
 
 
-class Done:
-    """Set once, and waited for by any number of threads; made in a tenth of the time of a threading.Event."""
+_waiting = threading.Lock()
+"""For a moment only, by who begins to wait for a Done or sets one."""
 
-    def __init__(self) -> None:
-        self._is_set, self._held = False, threading.Lock()
-        self._held.acquire()
+
+class Done:
+    """Set once, and waited for by any number of threads; making one costs next to nothing, unlike a threading.Event."""
+
+    _is_set = False
+    _held: threading.Lock | None = None  # once somebody waits, and until it is set
 
     def set(self) -> None:
-        """Let go of all who wait; by one thread, and may be repeated."""
-        if not self._is_set:
+        """Let go of all who wait; may be repeated."""
+        with _waiting:
+            if self._is_set:
+                return
             self._is_set = True
+        if self._held is not None:
             self._held.release()
 
     def is_set(self) -> bool:
@@ -41,10 +47,15 @@ class Done:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, at most so many seconds; whether it is."""
-        if not self._is_set:
-            if not self._held.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
-                return False
-            self._held.release()
+        with _waiting:
+            if self._is_set:
+                return True
+            if self._held is None:
+                self._held = threading.Lock()
+                self._held.acquire()
+        if not self._held.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+            return False
+        self._held.release()
         return True
 
 
@@ -52,7 +63,7 @@ def nothing() -> None:
     """What is to be done after a call whose result is where the caller wants it."""
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Call:
     """One collective call as the exchange sees it: what goes to and comes from each peer, and what to do then.
 
@@ -83,6 +94,7 @@ class Call:
     """
 
     operation: str = ""
+    device: str = ""
     dtype: torch.dtype | None = None
     total_words: int = 0
     root: int = -1
@@ -90,32 +102,33 @@ class Call:
     receives: list[torch.Tensor] = field(default_factory=list)
     same_for_all: bool = False
     spec: ReduceSpec | None = None
-    native: Callable[[Any, timedelta], None] | None = None
     native_reason: str = ""
     finish: Callable[[], None] = nothing
     invalid: InvalidArgument | None = None
     lay_out: Callable[[Call], None] | None = None
     stage: int = 0
-    alike: bool = True
-    told: bool = False
-    before: Call | None = None
-    sequence: int = -1
-    control_sends: list[tuple[int, Any]] = field(default_factory=list)
-    send_failure: tuple[int, RuntimeError] | None = None
-    paused: bool = False
-    arrivals_s: dict[int, float] = field(default_factory=dict)
-    messages: dict[int, Message] = field(default_factory=dict)
-    done: Done = field(default_factory=Done)
-    error: ZipcclError | None = None
-    decision: Decision | None = None
-    device: str = ""
-    target: torch.Tensor | None = None
-    waited_for: bool = False
-    stream: str = ""
-    issued: Event | None = None
-    straight: Callable[[], Any] | None = None
-    on: Device | None = None
-    finished: Event | None = None
+    # What becomes of it. What is not made anew for each is the class's until it is set: many calls are issued, and only
+    # then carried through by another thread.
+    native: Callable[[Any, timedelta], None] | None = field(default=None, init=False)
+    alike: bool = field(default=True, init=False)
+    told: bool = field(default=False, init=False)
+    before: Call | None = field(default=None, init=False)
+    sequence: int = field(default=-1, init=False)
+    control_sends: list[tuple[int, Any]] = field(default_factory=list, init=False)
+    send_failure: tuple[int, RuntimeError] | None = field(default=None, init=False)
+    paused: bool = field(default=False, init=False)
+    arrivals_s: dict[int, float] = field(default_factory=dict, init=False)
+    messages: dict[int, Message] = field(default_factory=dict, init=False)
+    done: Done = field(default_factory=Done, init=False)
+    error: ZipcclError | None = field(default=None, init=False)
+    decision: Decision | None = field(default=None, init=False)
+    target: torch.Tensor | None = field(default=None, init=False)
+    waited_for: bool = field(default=False, init=False)
+    stream: str = field(default="", init=False)
+    issued: Event | None = field(default=None, init=False)
+    straight: Callable[[], Any] | None = field(default=None, init=False)
+    on: Device | None = field(default=None, init=False)
+    finished: Event | None = field(default=None, init=False)
 
     @property
     def place(self) -> Place:

@@ -137,7 +137,8 @@ class Communicator:
             in_place = input_tensor.is_contiguous() and input_tensor.data_ptr() == slots[self._rank].data_ptr()
             flat_in = input_tensor.detach().reshape(-1) if in_place else _flat_input(input_tensor, output_tensor)
             in_place_at = self._rank * _bytes(input_tensor)
-            self._note("all_gather_into_tensor", output_tensor, input_tensor, None, gathering(self._size), in_place_at)
+            alike = gathering(input_tensor, self._size)
+            self._note("all_gather_into_tensor", output_tensor, input_tensor, None, alike, in_place_at)
             return [self._gathering(flat_in, slots, n, finish)]
 
         if (group := self._straight("gather", input_tensor)) is not None:
@@ -192,7 +193,7 @@ class Communicator:
             shards = [flat_in.narrow(0, r * n, n) for r in range(self._size)]
             call = self._reduction(spec, shards, flat_in, flat_out, finish)
             if not call.native_reason:
-                self._note("reduce_scatter_tensor", output, input, more, reducing(self._size, spec))
+                self._note("reduce_scatter_tensor", output, input, more, reducing(input, self._size, spec))
             return [call]
 
         if (found := self._straight_reduction(output, 1, op)) is not None:
@@ -247,7 +248,7 @@ class Communicator:
                     f"and {receives[self._rank].numel()} in the output"
                 )
             if equal and output is not input:
-                self._note("all_to_all_single", output, input, None, exchanging(self._size))
+                self._note("all_to_all_single", output, input, None, exchanging(input, self._size))
             return [Call(dtype=flat_in.dtype, sends=sends, receives=receives, finish=finish)]
 
         if equal and (group := self._straight("all_to_all", input, self._size)) is not None:
@@ -323,7 +324,8 @@ class Communicator:
                 native.native = lambda group, timeout: all_reduce_native(group, flat, spec, timeout)
                 return [native]
             mine = shards[self._rank]
-            self._note("all_reduce", tensor, tensor, more, reducing_in_place(self._rank, self._size, direct, spec))
+            alike = reducing_in_place(flat, self._rank, self._size, direct, spec)
+            self._note("all_reduce", tensor, tensor, more, alike)
             if direct:
                 return [self._reduction(spec, shards, flat, flat, finish)]
             reduction = self._reduction(spec, shards, flat, mine)
@@ -650,9 +652,6 @@ class Communicator:
             raise invalid from exc  # not reached: the verdict holds an error, this one or a lower rank's
         first = calls[0]
         device = (first.sends or first.receives)[0].device.type if first.sends or first.receives else ""
-        return self._hand_over(operation, device, calls, here)
-
-    def _hand_over(self, operation: str, device: str, calls: list[Call], here: bool) -> Work:
         for stage, call in enumerate(calls):
             call.operation, call.stage, call.device = operation, stage, device
         return self._exchange.submit(*calls, here=here)
@@ -724,8 +723,8 @@ class Communicator:
     ) -> Work | None:
         """Make a call like an earlier one."""
         if known.build is not None:
-            pair = (output.detach(), input.detach()) if async_op else (output, input)
-            work: Any = self._hand_over(operation, output.device.type, known.build(*pair), not async_op)
+            calls = known.build(output.data, input.data) if async_op else known.build(output, input)
+            work: Any = self._exchange.submit(*calls, here=not async_op)
         else:
             start = known.start_async if async_op else known.start
             assert start is not None
@@ -738,7 +737,7 @@ class Communicator:
             if async_op:
                 work = straight.Begun(self._exchange, operation, work)
         if async_op:
-            return cast("Work", work)
+            return work  # type: ignore[no-any-return]  # a cast is a call, and this is the way of all
         if work is not None:  # torch gives none of what is in the caller's stream already
             work.wait()
         return None

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..policy.switch import Decision
@@ -131,38 +132,46 @@ def terms_of(flat: Tensor, size: int, direct: bool) -> list[Tensor]:
     return [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(size)]
 
 
-# Calls whose tensors are known to be right, and are laid out by whoever carries them through. The tensors must keep
+# Calls like one whose tensors were right; theirs are laid out by whoever carries them through. The tensors must keep
 # their shapes until then: those of a call that is not waited for are not the caller's own.
 
 
-def gathering(size: int) -> Callable[[Tensor, Tensor], list[Call]]:
-    """(output, input) → an all-gather among so many ranks."""
+def _kind(tensor: Tensor) -> tuple[str, torch.dtype, int]:
+    """Type of the device, dtype, elements."""
+    return tensor.device.type, tensor.dtype, tensor.numel()
+
+
+def gathering(like: Tensor, size: int) -> Callable[[Tensor, Tensor], list[Call]]:
+    """(output, input) → an all-gather among so many ranks, of inputs like this one."""
+    device, dtype, n = _kind(like)
 
     def build(output: Tensor, input: Tensor) -> list[Call]:
         def lay_out(call: Call) -> None:
             call.sends = [_flat(input)] * size
             call.receives = list(_flat(output).chunk(size))
 
-        return [Call(dtype=input.dtype, total_words=input.numel(), same_for_all=True, lay_out=lay_out)]
+        return [Call("all_gather_into_tensor", device, dtype, n, same_for_all=True, lay_out=lay_out)]
 
     return build
 
 
-def exchanging(size: int) -> Callable[[Tensor, Tensor], list[Call]]:
-    """(output, input) → an all-to-all of equal parts among so many ranks."""
+def exchanging(like: Tensor, size: int) -> Callable[[Tensor, Tensor], list[Call]]:
+    """(output, input) → an all-to-all of equal parts among so many ranks, of inputs like this one."""
+    device, dtype, _ = _kind(like)
 
     def build(output: Tensor, input: Tensor) -> list[Call]:
         def lay_out(call: Call) -> None:
             call.sends = list(_flat(input).chunk(size))
             call.receives = list(_flat(output).chunk(size))
 
-        return [Call(dtype=input.dtype, lay_out=lay_out)]
+        return [Call("all_to_all_single", device, dtype, lay_out=lay_out)]
 
     return build
 
 
-def reducing(size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Call]]:
-    """(output, input) → an ordered reduce-scatter among so many ranks."""
+def reducing(like: Tensor, size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Call]]:
+    """(output, input) → an ordered reduce-scatter among so many ranks, of inputs like this one."""
+    device, dtype, n = _kind(like)
 
     def build(output: Tensor, input: Tensor) -> list[Call]:
         def lay_out(call: Call) -> None:
@@ -170,26 +179,30 @@ def reducing(size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Cal
             call.sends = list(_flat(input).chunk(size))
             call.receives = [call.target] * size
 
-        return [Call(dtype=input.dtype, total_words=input.numel(), spec=spec, lay_out=lay_out)]
+        return [Call("reduce_scatter_tensor", device, dtype, n, spec=spec, lay_out=lay_out)]
 
     return build
 
 
-def reducing_in_place(rank: int, size: int, direct: bool, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Call]]:
-    """(tensor, the same) → the ordered reduction of an all-reduce among so many ranks, and a gathering of the sums
-    unless it is direct."""
+def reducing_in_place(
+    like: Tensor, rank: int, size: int, direct: bool, spec: ReduceSpec
+) -> Callable[[Tensor, Tensor], list[Call]]:
+    """(tensor, the same) → the ordered reduction of an all-reduce among so many ranks, of tensors like this one, and a
+    gathering of the sums unless it is direct."""
+    device, dtype, n = _kind(like)
 
     def build(tensor: Tensor, same: Tensor) -> list[Call]:
-        n = tensor.numel()
-
         def lay_out(reduction: Call) -> None:
             reduction.sends = terms_of(_flat(tensor), size, direct)
             reduction.target = reduction.sends[rank]
             reduction.receives = [reduction.target] * size
-            of_sums.receives, of_sums.sends = reduction.sends, reduction.receives
+            if not direct:
+                of_sums.receives, of_sums.sends = reduction.sends, reduction.receives
 
-        reduction = Call(dtype=tensor.dtype, total_words=n, spec=spec, lay_out=lay_out)
-        of_sums = Call(dtype=tensor.dtype, total_words=n, same_for_all=True)
-        return [reduction] if direct else [reduction, of_sums]
+        reduction = Call("all_reduce", device, dtype, n, spec=spec, lay_out=lay_out)
+        if direct:
+            return [reduction]
+        of_sums = Call("all_reduce", device, dtype, n, stage=1, same_for_all=True)
+        return [reduction, of_sums]
 
     return build
