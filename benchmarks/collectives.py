@@ -15,8 +15,10 @@ after all ranks have met; a call's time is that of its slowest rank (zipccl_core
 on CUDA by events around 20 synchronous calls back to back, divided by their number, as in nccl-tests). Policies have
 reduction="native": a reduction that is not coded is the backend's own, whose bits are not promised and not checked;
 figures are medians over rounds, spreads third quartile minus first. `host_issue_us` is the host's time in the issuing
-call with async_op=True, `host_wait_us` that in wait(), each the median on the rank where that is longest; on CUDA some
-5 ms of work are queued ahead, by a hundred launches, so that a call that waits for the device shows.
+call with async_op=True: 4 calls on buffers of their own are issued one after another, as by a step of training, and
+only then waited for; the median over all of them, `host_issue_first_us` over the first of each round, which finds the
+processor's caches cold; `host_wait_us` over the first one's wait(). Each is that of the rank where it is longest. On
+CUDA some 5 ms of work are queued ahead, by a hundred launches, so that a call that waits for the device shows.
 
 Each policy has a Communicator of its own, and where a process has several on a device none uses the caller's stream
 (docs/DESIGN.md, "On a device"): name one --policy to see what one has alone.
@@ -25,6 +27,7 @@ Each policy has a Communicator of its own, and where a process has several on a 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -63,6 +66,7 @@ SIZES = {
 }
 START = "torchrun --nproc-per-node 2 benchmarks/collectives.py"
 AHEAD_CYCLES, AHEAD_LAUNCHES = 100_000, 100  # about 5 ms at 2 GHz
+ISSUES = 4
 
 
 def parser() -> argparse.ArgumentParser:
@@ -139,22 +143,29 @@ def commit() -> str:
         return "unknown"
 
 
-def host_times(trial: bench.Trial, comm: Any, device: torch.device) -> tuple[float, float]:
-    """Microseconds of the host in the issuing call and in wait()."""
-    trial.reset()
+def host_times(trials: Sequence[bench.Trial], comm: Any, device: torch.device) -> tuple[list[float], float]:
+    """Microseconds of the host in each of the issuing calls, and in the first one's wait()."""
+    for trial in trials:
+        trial.reset()
     bench.meet(device)
     if device.type == "cuda":
         torch.cuda.synchronize()
         for _ in range(AHEAD_LAUNCHES):  # as a step of training would: this thread is at work, and not just woken
             torch.cuda._sleep(AHEAD_CYCLES)
+    issued_us, works = [], []
+    for trial in trials:
+        start = time.perf_counter()
+        work = trial.call(comm, async_op=True)
+        issued_us.append((time.perf_counter() - start) * 1e6)
+        works.append(work)
     start = time.perf_counter()
-    work = trial.call(comm, async_op=True)
-    issued = time.perf_counter()
-    work.wait()
-    waited = time.perf_counter()
+    works[0].wait()
+    waited_us = (time.perf_counter() - start) * 1e6
+    for work in works[1:]:
+        work.wait()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return (issued - start) * 1e6, (waited - issued) * 1e6
+    return issued_us, waited_us
 
 
 def measure(
@@ -176,7 +187,9 @@ def measure(
         return bench.draw(1, r, words, dtype, SIGMA, device, widened)
 
     wanted = bench.expected(operation, rank, world_size, input_of)
-    trial = bench.Trial(operation, operation.placements[0], input_of(rank), rank, world_size)
+    mine = input_of(rank)
+    trials = [bench.Trial(operation, operation.placements[0], mine, rank, world_size) for _ in range(ISSUES)]
+    trial = trials[0]
     subjects: dict[str, Any] = {"native": native, **comms}
     before = {policy: bench.books(comm, operation) for policy, comm in comms.items()}
     times: dict[str, list[float]] = {name: [] for name in subjects}
@@ -187,10 +200,10 @@ def measure(
             took = bench.timed_us(lambda comm=comm: [trial.call(comm) for _ in range(options.calls)], device)
             if number >= options.warmups:
                 times[name].append(took / options.calls)
-    host: dict[str, list[tuple[float, float]]] = {name: [] for name in subjects}
+    host: dict[str, list[tuple[list[float], float]]] = {name: [] for name in subjects}
     for _ in range(options.issue_rounds):
         for name, comm in subjects.items():
-            host[name].append(host_times(trial, comm, device))
+            host[name].append(host_times(trials, comm, device))
     wrong = {}
     for name, comm in subjects.items():
         trial.reset()
@@ -201,8 +214,11 @@ def measure(
         wrong[name] = 0 if own and operation.sums else int(differ)
 
     taken = {name: bench.slowest(values) for name, values in times.items()}
-    issue = {name: bench.slowest([statistics.median(pair[0] for pair in pairs)])[0] for name, pairs in host.items()}
-    wait = {name: bench.slowest([statistics.median(pair[1] for pair in pairs)])[0] for name, pairs in host.items()}
+    hosts = {}
+    for name, found in host.items():
+        issues, waits = [issued_us for issued_us, _ in found], [waited_us for _, waited_us in found]
+        medians = {"issue": itertools.chain(*issues), "issue_first": [first for first, *_ in issues], "wait": waits}
+        hosts[name] = {f"host_{part}_us": bench.slowest([statistics.median(v)])[0] for part, v in medians.items()}
     native_us = statistics.median(taken["native"])
     rows = []
     for policy, comm in comms.items():
@@ -225,10 +241,8 @@ def measure(
                 "zipccl_us": round(zipccl_us, 1),
                 "zipccl_spread_us": round(bench.spread(taken[policy]), 1),
                 "speedup": round(native_us / zipccl_us, 4),
-                "host_issue_us": round(issue[policy], 1),
-                "host_wait_us": round(wait[policy], 1),
-                "native_host_issue_us": round(issue["native"], 1),
-                "native_host_wait_us": round(wait["native"], 1),
+                **{part: round(value, 1) for part, value in hosts[policy].items()},
+                **{f"native_{part}": round(value, 1) for part, value in hosts["native"].items()},
                 "ratio": round(ratio, 4),
                 "decision": decision,
             }
@@ -238,7 +252,7 @@ def measure(
 
 HEADING = (
     f"{'op':14} {'link':7} {'dtype':9} {'policy':6} {'bytes/rank':>10} {'native us':>10} {'spread':>8} "
-    f"{'zipccl us':>10} {'spread':>8} {'speedup':>7} {'issue us':>9} {'wait us':>9} {'ratio':>6} decision"
+    f"{'zipccl us':>10} {'spread':>8} {'speedup':>7} {'issue us':>9} {'first':>7} {'wait us':>9} {'ratio':>6} decision"
 )
 
 
@@ -250,7 +264,8 @@ def line(row: dict[str, Any]) -> str:
         return left + f"ERROR {row['error']}"
     return left + (
         f"{row['native_us']:10.1f} {row['native_spread_us']:8.1f} {row['zipccl_us']:10.1f} "
-        f"{row['zipccl_spread_us']:8.1f} {row['speedup']:7.3f} {row['host_issue_us']:9.1f} {row['host_wait_us']:9.1f} "
+        f"{row['zipccl_spread_us']:8.1f} {row['speedup']:7.3f} {row['host_issue_us']:9.1f} "
+        f"{row['host_issue_first_us']:7.1f} {row['host_wait_us']:9.1f} "
         f"{row['ratio']:6.3f} {row['decision']}"
     )
 

@@ -81,6 +81,7 @@ class Call:
         invalid: why this rank's arguments were refused, None if they were not.
         stage: 0, or more for the later calls of one that takes several; they share a number and are counted once.
         lay_out: fills `sends`, `receives` and `target`, if that is left to whoever carries the call through.
+        given: what it does that from.
         alike: whether all ranks' arguments were accepted and are on one type of device: known alike on all ranks.
         told: whether the peers have been sent its records.
         before: the call of the stage before, None for the first; if that failed, on all ranks, this is not made.
@@ -105,11 +106,12 @@ class Call:
     native_reason: str = ""
     finish: Callable[[], None] = nothing
     invalid: InvalidArgument | None = None
-    lay_out: Callable[[Call], None] | None = None
     stage: int = 0
     # What becomes of it. What is not made anew for each is the class's until it is set: many calls are issued, and only
     # then carried through by another thread.
     native: Callable[[Any, timedelta], None] | None = field(default=None, init=False)
+    lay_out: Callable[[Call], None] | None = field(default=None, init=False)
+    given: Any = field(default=None, init=False)
     alike: bool = field(default=True, init=False)
     told: bool = field(default=False, init=False)
     before: Call | None = field(default=None, init=False)
@@ -140,6 +142,12 @@ class Call:
     def kind(self) -> str:
         """What a call on a device does with its messages: "gather", "all_to_all" or "reduce"."""
         return "reduce" if self.target is not None else "gather" if self.same_for_all else "all_to_all"
+
+    def ensure_laid_out(self) -> None:
+        """Have its tensors in place from now on."""
+        if self.lay_out is not None:
+            self.lay_out(self)
+            self.lay_out = self.given = None
 
     def record_for(self, rank: int, peer: int, policy: int) -> CallRecord:
         """This rank's call record for one peer."""

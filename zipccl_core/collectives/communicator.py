@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -15,7 +16,7 @@ from ..policy.switch import Decision, Policy, explain_straight
 from . import straight
 from .board import Board, group_store
 from .call import Call, nothing
-from .cuda_device import has_nccl, on_host, pipeline_on_cuda
+from .cuda_device import has_nccl, pipeline_on_cuda
 from .device import Device
 from .exchange import Exchange, Work, again, facts
 from .message import dtype_text, patterns
@@ -24,6 +25,7 @@ from .probe import probe
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
 from .repeat import (
     UNREPEATABLE,
+    Alike,
     Known,
     Memory,
     exchanging,
@@ -37,6 +39,11 @@ from .repeat import (
 from .straight import Start, go_straight
 
 LEAST_MEETING_S = 10.0
+_NAP_S = 0.0001
+_NEW = object()
+"""Instead of a Work, or None: a call like it has not been seen."""
+_abandoned: list[object] = []
+"""What a device may still write or read, for ever."""
 
 
 class Communicator:
@@ -55,7 +62,8 @@ class Communicator:
     Tensors on CUDA go through the GPU's codec, and NCCL if the group has it for CUDA ("cpu:gloo,cuda:nccl"; each rank's
     current device is taken when the Communicator is made), else by way of the host and gloo. Such calls are ordered
     after and before work on the current stream, as torch's are: `wait()` lets the stream wait for the words, and holds
-    up the host only until the messages of all ranks are encoded, so that their sizes are known. A call none of whose
+    up the host only until the messages of all ranks are encoded, so that their sizes are known. Before it returns, the
+    tensors are the call's own: whatever else uses them, another call too, is in no order with it. A call none of whose
     messages is coded goes straight to NCCL, without a comparison of arguments: it has torch's guarantees, and as with
     torch, a thread that reads its result by Tensor.cpu() holds up the process's others until peers have come (copy to
     pinned memory where several threads call). Calls cannot be captured into a CUDA graph. On CUDA, "auto" measures when
@@ -122,8 +130,9 @@ class Communicator:
             RankTimeout: a rank did not come within the deadline; on all ranks, naming it.
         """
 
-        if (known := self._known("all_gather_into_tensor", output_tensor, input_tensor, None, async_op)) is not None:
-            return self._repeat("all_gather_into_tensor", known, output_tensor, input_tensor, async_op)
+        done = self._repeat("all_gather_into_tensor", output_tensor, input_tensor, None, async_op)
+        if done is not _NEW:
+            return done  # type: ignore[no-any-return]
 
         def build() -> list[Call]:
             self._check_pair(output_tensor, input_tensor)
@@ -137,7 +146,7 @@ class Communicator:
             in_place = input_tensor.is_contiguous() and input_tensor.data_ptr() == slots[self._rank].data_ptr()
             flat_in = input_tensor.detach().reshape(-1) if in_place else _flat_input(input_tensor, output_tensor)
             in_place_at = self._rank * _bytes(input_tensor)
-            alike = gathering(input_tensor, self._size)
+            alike = gathering(output_tensor, input_tensor, self._size)
             self._note("all_gather_into_tensor", output_tensor, input_tensor, None, alike, in_place_at)
             return [self._gathering(flat_in, slots, n, finish)]
 
@@ -177,8 +186,8 @@ class Communicator:
         """
 
         more = _hashable(op)
-        if (known := self._known("reduce_scatter_tensor", output, input, more, async_op)) is not None:
-            return self._repeat("reduce_scatter_tensor", known, output, input, async_op)
+        if (done := self._repeat("reduce_scatter_tensor", output, input, more, async_op)) is not _NEW:
+            return done  # type: ignore[no-any-return]
 
         def build() -> list[Call]:
             self._check_pair(output, input)
@@ -193,7 +202,7 @@ class Communicator:
             shards = [flat_in.narrow(0, r * n, n) for r in range(self._size)]
             call = self._reduction(spec, shards, flat_in, flat_out, finish)
             if not call.native_reason:
-                self._note("reduce_scatter_tensor", output, input, more, reducing(input, self._size, spec))
+                self._note("reduce_scatter_tensor", output, input, more, reducing(output, input, self._size, spec))
             return [call]
 
         if (found := self._straight_reduction(output, 1, op)) is not None:
@@ -233,8 +242,8 @@ class Communicator:
         """
 
         equal = not input_split_sizes and not output_split_sizes
-        if equal and (known := self._known("all_to_all_single", output, input, None, async_op)) is not None:
-            return self._repeat("all_to_all_single", known, output, input, async_op)
+        if equal and (done := self._repeat("all_to_all_single", output, input, None, async_op)) is not _NEW:
+            return done  # type: ignore[no-any-return]
 
         def build() -> list[Call]:
             self._check_pair(output, input)
@@ -248,7 +257,7 @@ class Communicator:
                     f"and {receives[self._rank].numel()} in the output"
                 )
             if equal and output is not input:
-                self._note("all_to_all_single", output, input, None, exchanging(input, self._size))
+                self._note("all_to_all_single", output, input, None, exchanging(output, input, self._size))
             return [Call(dtype=flat_in.dtype, sends=sends, receives=receives, finish=finish)]
 
         if equal and (group := self._straight("all_to_all", input, self._size)) is not None:
@@ -303,8 +312,8 @@ class Communicator:
         """
 
         more = _hashable(op)
-        if (known := self._known("all_reduce", tensor, tensor, more, async_op)) is not None:
-            return self._repeat("all_reduce", known, tensor, tensor, async_op)
+        if (done := self._repeat("all_reduce", tensor, tensor, more, async_op)) is not _NEW:
+            return done  # type: ignore[no-any-return]
 
         def build() -> list[Call]:
             self._check_pair(tensor, tensor)
@@ -457,8 +466,8 @@ class Communicator:
         """Send a tensor; returns once the receiver has it.
 
         Messages of one sender, receiver and tag arrive in the order in which they were sent; others do not wait for
-        each other. A tensor on CUDA goes by way of the host, which waits for it, and of as much pinned memory, which
-        torch keeps for others; so does one that is received.
+        each other. A tensor on CUDA goes by way of the host, in as much pinned memory, which torch keeps for others; so
+        does one that is received.
 
         Args:
             tensor: any shape, cpu or cuda.
@@ -705,26 +714,22 @@ class Communicator:
         pipeline = pipelines.get(tensor.device.type)
         return None if pipeline is None or not pipeline.link.straight else pipeline.link.group()
 
-    def _known(self, operation: str, output: Any, input: Any, more: Any, async_op: object) -> Known | None:
-        """What an earlier call has found out that holds for this one, if it can be made without looking at its tensors.
+    def _repeat(self, operation: str, output: Any, input: Any, more: Any, async_op: object) -> Any:
+        """Make a call like an earlier one, without looking at its tensors again; what it returns, or _NEW if none is.
 
         Args:
             more: see Memory.
         """
-        if self._closed or self._exchange.broken is not None or (async_op is not True and async_op is not False):
-            return None
+        exchange = self._exchange
+        if self._closed or exchange.broken is not None or (async_op is not True and async_op is not False):
+            return _NEW
         known = self._memory.find(operation, output, input, more)
-        if known is None or (known.start is not None and self._exchange.is_queuing()):
-            return None
-        return known
-
-    def _repeat(
-        self, operation: str, known: Known, output: torch.Tensor, input: torch.Tensor, async_op: bool
-    ) -> Work | None:
-        """Make a call like an earlier one."""
-        if known.build is not None:
-            calls = known.build(output.data, input.data) if async_op else known.build(output, input)
-            work: Any = self._exchange.submit(*calls, here=not async_op)
+        if known is None:
+            return _NEW
+        if known.alike is not None:
+            work: Any = exchange.submit(*known.alike.calls(output, input, not async_op), here=not async_op)
+        elif exchange.is_queuing():
+            return _NEW
         else:
             start = known.start_async if async_op else known.start
             assert start is not None
@@ -732,12 +737,12 @@ class Communicator:
             try:
                 work = start(output, input)
             except Exception as exc:
-                raise straight.refusal(self._exchange, operation, exc) from exc
-            self._exchange.count_native(operation, known.sent_bytes, known.decision)
+                raise straight.refusal(exchange, operation, exc) from exc
+            exchange.count_native(operation, known.sent_bytes, known.decision)
             if async_op:
-                work = straight.Begun(self._exchange, operation, work)
+                work = straight.Begun(exchange, operation, work)
         if async_op:
-            return work  # type: ignore[no-any-return]  # a cast is a call, and this is the way of all
+            return work
         if work is not None:  # torch gives none of what is in the caller's stream already
             work.wait()
         return None
@@ -748,13 +753,13 @@ class Communicator:
         output: torch.Tensor,
         input: torch.Tensor,
         more: Any,
-        build: Callable[[torch.Tensor, torch.Tensor], list[Call]],
+        alike: Alike,
         in_place_at: int | None = None,
     ) -> None:
         """Remember a coded call on a device, whose arguments were right. The host's are told of as they are issued."""
         pipeline = self._exchange.pipelines.get(output.device.type)
         if pipeline is not None:
-            known = Known(pipeline.device, _bytes(output), _bytes(input), in_place_at, build=build)
+            known = Known(pipeline.device, _bytes(output), _bytes(input), in_place_at, alike=alike)
             self._memory.note(operation, output, input, more, known)
 
     def _go_straight(
@@ -855,14 +860,18 @@ class Communicator:
             if pipeline is None:
                 flat = flatten()
             elif name == "dst":
-                flat = on_host(flatten())
+                flat = flatten()
+                if flat.numel():
+                    call.lay_out = _to_the_host(flat, pipeline.device, self._exchange)
+                else:
+                    flat = torch.empty(0, dtype=flat.dtype, device="cpu")
             else:
                 flat = _by_way_of_the_host(call, tensor.detach(), pipeline.device)
         except Exception as exc:
             call.invalid = InvalidArgument(f"{'send' if name == 'dst' else 'recv'}: {exc} (on rank {self._rank})")
         else:
             if name == "dst":
-                call.dtype, call.sends = flat.dtype, [flat]
+                call.dtype, call.sends = flat.dtype, [] if call.lay_out else [flat]
             else:
                 (call.receives, call.finish), call.dtype = ([flat[0]], flat[1]), flat[0].dtype
         return self._channels.submit(call, peer, tag, is_sender=name == "dst")
@@ -991,6 +1000,30 @@ def _by_way_of_the_host(call: Call, target: torch.Tensor, device: Device) -> tup
             call.on, call.finished = device, device.mark()
 
     return flat, finish
+
+
+def _to_the_host(flat: torch.Tensor, device: Device, exchange: Exchange) -> Callable[[Call], None]:
+    """What brings a flat tensor of a device, as the caller's stream leaves it, into the call as what it sends.
+
+    The copy has begun, and is waited for within the deadline. Its memory is pinned: to any other it would wait for the
+    stream under a lock of the driver's, and no other thread could start what a peer may be waiting for.
+    """
+    issued = device.now()
+    with device.attached(), device.on("encode"):
+        device.after(issued)
+        copy = device.to_host([flat])
+
+    def lay_out(call: Call) -> None:
+        deadline = time.monotonic() + exchange.policy.timeout_s
+        with device.attached():
+            while not copy.query():
+                if time.monotonic() > deadline:
+                    _abandoned.append((flat, copy))
+                    raise exchange.transport_failed("send from a device", RuntimeError("timed out"), [exchange.rank])
+                time.sleep(_NAP_S)
+        call.sends = [copy.tensor().view(flat.dtype)]  # and it is kept until here
+
+    return lay_out
 
 
 def _scatter_back(target: torch.Tensor, flat: torch.Tensor) -> None:

@@ -410,20 +410,6 @@ def _made_on_all_ranks(exchange: Exchange, device: torch.device) -> CudaDevice:
     return made
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """Any tensor on the host, once what its device's current stream holds is done.
-
-    By way of pinned memory: a copy to any other waits for the stream under a lock of the driver's, so that no other
-    thread can start what a peer may be waiting for.
-    """
-    if tensor.device.type != "cuda":
-        return tensor.cpu()
-    copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-    copy.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
-    return copy
-
-
 def has_nccl(group: dist.ProcessGroup) -> bool:
     """Whether a group carries CUDA tensors by NCCL."""
     return torch.cuda.is_available() and _backend_name(group) == "nccl"

@@ -208,9 +208,8 @@ class Exchange:
                     if not self.pipelines:
                         self.send_records(call)
                     if not taken:
-                        if here and call.lay_out is not None:  # the tensors are the caller's own: they may change
-                            call.lay_out(call)
-                            call.lay_out = None
+                        if here:  # the tensors are the caller's own: they may change
+                            call.ensure_laid_out()
                         self._hand_over(call)
                     self.last_call = before = call
             if taken:
@@ -257,9 +256,7 @@ class Exchange:
         That spares the caller the time; and as peers take records in the order in which they come, one thread tells of
         all calls, also of those that are not on the device.
         """
-        if call.lay_out is not None:
-            call.lay_out(call)
-            call.lay_out = None
+        call.ensure_laid_out()
         call.told = True
         for peer in self.peers:
             try:
@@ -362,7 +359,7 @@ class Exchange:
         call.control_sends, call.send_failure = [], None
         call.finish = nothing
         call.sends, call.receives, call.messages, call.native, call.before = [], [], {}, None, None
-        call.target = call.issued = call.straight = call.lay_out = None
+        call.target = call.issued = call.straight = call.given = call.lay_out = None
         call.done.set()
 
     def _next(self) -> Call | None:

@@ -112,7 +112,7 @@ class _Channel:
                 if failed and call.error is None:  # giving up failed as well
                     call.error = self._exchange.broken or PeerError(f"{self._title(call)} failed")
                 call.finish = nothing
-                call.sends, call.receives = [], []
+                call.sends, call.receives, call.lay_out = [], [], None
                 call.done.set()
                 del call
 
@@ -124,6 +124,7 @@ class _Channel:
     def _carry(self, call: Call) -> None:
         exchange, title = self._exchange, self._title(call)
         deadline = time.monotonic() + exchange.policy.timeout_s
+        call.ensure_laid_out()
         message = None
         if self._is_sender and call.sends and call.sends[0].numel():
             exchange.reached("encode", call, self._peer, call.sends[0])

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from ..policy.switch import Decision
 from .call import Call
@@ -24,6 +24,8 @@ Key = tuple[Any, ...]
 MOST = 4096
 DIRECT_BYTES = 1 << 20
 UNREPEATABLE = object()
+
+LayOut = Callable[[Call, Tensor, Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Known:
         in_place_at: where in the output the input may be, in bytes; None if nowhere.
         start: (output, input) → the backend's Work, or None, if it goes straight to the backend and is waited for.
         start_async: the same if it is not waited for.
-        build: (output, input) → the calls of one that is coded, which lay out their tensors later; else None.
+        alike: what makes the calls of one that is coded; else None.
         sent_bytes, decision: of a call that goes straight, for the books.
     """
 
@@ -46,7 +48,7 @@ class Known:
     in_place_at: int | None = None
     start: Callable[[Tensor, Tensor], Any] | None = None
     start_async: Callable[[Tensor, Tensor], Any] | None = None
-    build: Callable[[Tensor, Tensor], list[Call]] | None = None
+    alike: Alike | None = None
     sent_bytes: int = 0
     decision: Decision | None = None
 
@@ -74,7 +76,7 @@ class Memory:
                 return None
             if overlaps(output, known.output_bytes, input, known.input_bytes, known.in_place_at):
                 return None
-        if known.build is not None and (input.requires_grad or not known.device.is_current()):
+        if known.alike is not None and (input.requires_grad or not known.device.is_current()):
             return None  # views of it would be part of a graph; a capture there would not be seen
         return None if known.device.is_capturing() else known
 
@@ -132,77 +134,109 @@ def terms_of(flat: Tensor, size: int, direct: bool) -> list[Tensor]:
     return [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(size)]
 
 
-# Calls like one whose tensors were right; theirs are laid out by whoever carries them through. The tensors must keep
-# their shapes until then: those of a call that is not waited for are not the caller's own.
+Place = tuple[UntypedStorage, int]
+"""Where the elements of a tensor are: from which one of a storage on."""
 
 
-def _kind(tensor: Tensor) -> tuple[str, torch.dtype, int]:
-    """Type of the device, dtype, elements."""
-    return tensor.device.type, tensor.dtype, tensor.numel()
+class Alike:
+    """Calls like one whose tensors were right. One is always made ahead, by whoever lays the call before it out.
+
+    Args:
+        output, input: tensors like those of all of them, the same one twice if they are in place.
+        make: the calls of the operation, one a stage, without tensors.
+        lay_outs: of each stage: (call, output, input) → the call has its tensors. They are given flat.
+    """
+
+    def __init__(self, output: Tensor, input: Tensor, make: Callable[[], list[Call]], *lay_outs: LayOut) -> None:
+        self._make, self._lay_outs, self._ahead = make, lay_outs, [make()]
+        self._device, self._dtype = output.device, output.dtype
+        self._n_out, self._n_in = output.numel(), input.numel()
+
+    def calls(self, output: Tensor, input: Tensor, waited_for: bool) -> list[Call]:
+        """The calls on two tensors, the same one twice if in place; whoever carries them through lays them out.
+
+        Args:
+            waited_for: the caller leaves the tensors as they are until then. Else their memory is kept, and not they;
+                which takes less time than other tensors on it.
+        """
+        try:
+            calls = self._ahead.pop()
+        except IndexError:
+            calls = self._make()
+        given: Any = (output, input)
+        if not waited_for:
+            to = _place(output)
+            given = to, to if input is output else _place(input)
+        for call in calls:
+            call.lay_out, call.given = self._lay_out, given
+        return calls
+
+    def _lay_out(self, call: Call) -> None:
+        output, input = call.given
+        if type(output) is tuple:
+            output, input = self._tensor(output, self._n_out), self._tensor(input, self._n_in)
+        self._lay_outs[call.stage](call, _flat(output), _flat(input))
+        if not self._ahead:
+            self._ahead.append(self._make())
+
+    def _tensor(self, place: Place, n: int) -> Tensor:
+        storage, first = place
+        return torch.empty(0, dtype=self._dtype, device=self._device).set_(storage, first, (n,), (1,))
 
 
-def gathering(like: Tensor, size: int) -> Callable[[Tensor, Tensor], list[Call]]:
-    """(output, input) → an all-gather among so many ranks, of inputs like this one."""
-    device, dtype, n = _kind(like)
-
-    def build(output: Tensor, input: Tensor) -> list[Call]:
-        def lay_out(call: Call) -> None:
-            call.sends = [_flat(input)] * size
-            call.receives = list(_flat(output).chunk(size))
-
-        return [Call("all_gather_into_tensor", device, dtype, n, same_for_all=True, lay_out=lay_out)]
-
-    return build
+def _place(tensor: Tensor) -> Place:
+    return tensor.untyped_storage(), tensor.storage_offset()  # type: ignore[return-value]
 
 
-def exchanging(like: Tensor, size: int) -> Callable[[Tensor, Tensor], list[Call]]:
-    """(output, input) → an all-to-all of equal parts among so many ranks, of inputs like this one."""
-    device, dtype, _ = _kind(like)
+def gathering(output: Tensor, input: Tensor, size: int) -> Alike:
+    """All-gathers among so many ranks."""
+    device, dtype, n = output.device.type, output.dtype, input.numel()
 
-    def build(output: Tensor, input: Tensor) -> list[Call]:
-        def lay_out(call: Call) -> None:
-            call.sends = list(_flat(input).chunk(size))
-            call.receives = list(_flat(output).chunk(size))
+    def lay_out(call: Call, output: Tensor, input: Tensor) -> None:
+        call.sends = [input] * size
+        call.receives = list(output.chunk(size))
 
-        return [Call("all_to_all_single", device, dtype, lay_out=lay_out)]
-
-    return build
+    return Alike(output, input, lambda: [Call("all_gather_into_tensor", device, dtype, n, same_for_all=True)], lay_out)
 
 
-def reducing(like: Tensor, size: int, spec: ReduceSpec) -> Callable[[Tensor, Tensor], list[Call]]:
-    """(output, input) → an ordered reduce-scatter among so many ranks, of inputs like this one."""
-    device, dtype, n = _kind(like)
+def exchanging(output: Tensor, input: Tensor, size: int) -> Alike:
+    """All-to-alls of equal parts among so many ranks."""
+    device, dtype = output.device.type, output.dtype
 
-    def build(output: Tensor, input: Tensor) -> list[Call]:
-        def lay_out(call: Call) -> None:
-            call.target = _flat(output)
-            call.sends = list(_flat(input).chunk(size))
-            call.receives = [call.target] * size
+    def lay_out(call: Call, output: Tensor, input: Tensor) -> None:
+        call.sends = list(input.chunk(size))
+        call.receives = list(output.chunk(size))
 
-        return [Call("reduce_scatter_tensor", device, dtype, n, spec=spec, lay_out=lay_out)]
-
-    return build
+    return Alike(output, input, lambda: [Call("all_to_all_single", device, dtype)], lay_out)
 
 
-def reducing_in_place(
-    like: Tensor, rank: int, size: int, direct: bool, spec: ReduceSpec
-) -> Callable[[Tensor, Tensor], list[Call]]:
-    """(tensor, the same) → the ordered reduction of an all-reduce among so many ranks, of tensors like this one, and a
-    gathering of the sums unless it is direct."""
-    device, dtype, n = _kind(like)
+def reducing(output: Tensor, input: Tensor, size: int, spec: ReduceSpec) -> Alike:
+    """Ordered reduce-scatters among so many ranks."""
+    device, dtype, n = output.device.type, output.dtype, input.numel()
 
-    def build(tensor: Tensor, same: Tensor) -> list[Call]:
-        def lay_out(reduction: Call) -> None:
-            reduction.sends = terms_of(_flat(tensor), size, direct)
-            reduction.target = reduction.sends[rank]
-            reduction.receives = [reduction.target] * size
-            if not direct:
-                of_sums.receives, of_sums.sends = reduction.sends, reduction.receives
+    def lay_out(call: Call, output: Tensor, input: Tensor) -> None:
+        call.target = output
+        call.sends = list(input.chunk(size))
+        call.receives = [output] * size
 
-        reduction = Call("all_reduce", device, dtype, n, spec=spec, lay_out=lay_out)
-        if direct:
-            return [reduction]
-        of_sums = Call("all_reduce", device, dtype, n, stage=1, same_for_all=True)
-        return [reduction, of_sums]
+    return Alike(output, input, lambda: [Call("reduce_scatter_tensor", device, dtype, n, spec=spec)], lay_out)
 
-    return build
+
+def reducing_in_place(tensor: Tensor, rank: int, size: int, direct: bool, spec: ReduceSpec) -> Alike:
+    """All-reduces among so many ranks: an ordered reduction, and a gathering of the sums unless it is direct."""
+    device, dtype, n = tensor.device.type, tensor.dtype, tensor.numel()
+
+    def lay_out(reduction: Call, tensor: Tensor, same: Tensor) -> None:
+        reduction.sends = terms_of(tensor, size, direct)
+        reduction.target = reduction.sends[rank]
+        reduction.receives = [reduction.target] * size
+
+    def lay_out_sums(of_sums: Call, tensor: Tensor, same: Tensor) -> None:
+        of_sums.receives = terms_of(tensor, size, direct)
+        of_sums.sends = [of_sums.receives[rank]] * size
+
+    def make() -> list[Call]:
+        reduction = Call("all_reduce", device, dtype, n, spec=spec)
+        return [reduction] if direct else [reduction, Call("all_reduce", device, dtype, n, stage=1, same_for_all=True)]
+
+    return Alike(tensor, tensor, make, lay_out, lay_out_sums)

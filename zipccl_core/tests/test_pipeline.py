@@ -294,6 +294,39 @@ def test_messages_between_two_ranks_go_by_way_of_the_host(make: Any) -> None:
     assert ranks.each(run) == [[True] * 2] * 2
 
 
+def test_a_message_from_a_device_is_sent_once_the_device_has_come_to_it(make: Any) -> None:
+    ranks, n = make(2), 5000
+    words, gate = data(n, 0), Event()
+    ranks.devices[0].queued_ahead = gate
+    sending = ranks.comms[0].isend(words, group_dst=1)
+    out = nothing(n)
+    receiving = ranks.comms[1].irecv(out, group_src=0)
+    time.sleep(0.1)
+    assert not sending.is_completed()
+    gate.done.set()
+    assert sending.wait()
+    assert receiving.wait()
+    assert same(out, words)
+
+
+def test_a_message_from_a_device_that_does_not_come_to_it_is_an_error_on_both(make: Any) -> None:
+    ranks = make(2, Policy(compress="always", timeout_s=0.5))
+    gate = Event()
+    ranks.devices[0].queued_ahead = gate
+    began = time.monotonic()
+
+    def run(rank: int) -> None:
+        comm = ranks.comms[rank]
+        comm.send(data(500, 0), group_dst=1) if rank == 0 else comm.recv(nothing(500), group_src=0)
+
+    errors = ranks.each(run)
+    assert time.monotonic() - began < 5
+    gate.done.set()
+    assert [type(error) for error in errors] == [RankTimeout] * 2
+    assert str(errors[0]) == str(errors[1])
+    assert "rank 0 of 2 did not arrive within 0.5 s" in str(errors[0])
+
+
 def test_one_rank_alone_sums_by_the_law_and_copies(make: Any) -> None:
     ranks, n = make(1), BLOCK_WORDS + 3
     words = data(n, 0, wild=True)

@@ -191,8 +191,9 @@ def test_what_is_remembered_does_not_hold_the_communicator(make: Any) -> None:
     known = list(comm._memory._known.values())
     assert len(known) == 4
     for each in known:
-        for cell in each.build.__closure__ or ():
-            assert cell.cell_contents is not comm
+        for function in (each.alike._make, *each.alike._lay_outs):
+            for cell in function.__closure__ or ():
+                assert cell.cell_contents is not comm
 
 
 def test_a_factor_is_not_remembered_and_the_latest_are_kept(make: Any, monkeypatch: Any) -> None:
@@ -216,7 +217,7 @@ def test_what_a_graph_would_hear_of_is_not_taken_for_known(make: Any, compress: 
         ranks.each(lambda rank: ranks.comms[rank].all_gather_into_tensor(outs[rank], inputs[rank]))
 
     def is_known(out: torch.Tensor, mine: torch.Tensor) -> bool:
-        return ranks.comms[0]._known("all_gather_into_tensor", out, mine, None, False) is not None
+        return ranks.comms[0]._memory.find("all_gather_into_tensor", out, mine, None) is not None
 
     with_grad = torch.ones(1, requires_grad=True).bfloat16()
     assert is_known(outs[0], inputs[0])
