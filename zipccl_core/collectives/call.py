@@ -22,8 +22,8 @@ _DATA_TAG = 3
 _TAGS = 1 << 30
 
 
-_waiting = threading.Lock()
-"""For a moment only, by who begins to wait for a Done or sets one."""
+_waiting = threading.RLock()
+"""For a moment only, by who begins to wait for a Done or sets one. A signal's handler may come in between."""
 
 
 class Done:
@@ -51,8 +51,9 @@ class Done:
             if self._is_set:
                 return True
             if self._held is None:
-                self._held = threading.Lock()
-                self._held.acquire()
+                held = threading.Lock()
+                held.acquire()
+                self._held = held
         if not self._held.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             return False
         self._held.release()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from zipccl_core import Policy
+from zipccl_core.collectives.call import Done
 from zipccl_core.collectives.device import STREAMS
 from zipccl_core.errors import CorruptFrame, InvalidArgument, PeerError
 from zipccl_core.frame import BLOCK_WORDS
@@ -236,3 +237,40 @@ def test_a_late_verdict_on_a_reduction_of_two_is_told_on_both_where_they_meet(ma
     assert not same(xs[0], wanted)
     assert same(xs[1], wanted)
     assert gather(ranks, 9000) == [True] * 2
+
+
+def test_all_who_wait_for_a_call_are_let_go_of_once_it_is_done() -> None:
+    done, gone = Done(), []
+    assert not done.wait(0.01)
+    threads = [threading.Thread(target=lambda: gone.append(done.wait(5))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert not done.is_set()
+    assert not done.wait(0.01)
+    done.set()
+    done.set()
+    for thread in threads:
+        thread.join(5)
+    assert gone == [True] * 4
+    assert done.is_set()
+    assert done.wait(0)
+
+
+def test_calls_that_are_issued_before_any_is_laid_out_have_tensors_of_their_own(make: Any) -> None:
+    """One is made ahead; of those that come before the next is, each is made as it is issued."""
+    ranks, n, count = make(3), 9000, 5
+    held = [threading.Event() for _ in range(3)]
+
+    def run(rank: int) -> list[bool]:
+        comm = ranks.comms[rank]
+        tensors = [data(n, 10 * rank + i).view(90, 100) for i in range(count)]
+        comm.all_reduce(tensors[0].clone())  # known from here on, two stages
+        exchange = comm._exchange
+        exchange.seam = Watching({("verdict", exchange._sequence): lambda: held[rank].wait(5)})
+        comm.barrier(async_op=True)
+        works = [comm.all_reduce(tensor, async_op=True) for tensor in tensors]
+        held[rank].set()
+        assert all(work.wait() for work in works)
+        return [same(t.view(-1), summed([data(n, 10 * r + i) for r in range(3)])) for i, t in enumerate(tensors)]
+
+    assert ranks.each(run) == [[True] * count] * 3
