@@ -75,8 +75,9 @@ class Communicator:
 
     Raises:
         InvalidArgument: not a member of the group, or not a Policy.
-        PeerError: the ranks differ in policy, frame version or size.
-        RankTimeout: a rank did not make its Communicator within policy.timeout_s, or 10 s if that is less.
+        PeerError: the ranks differ in policy, frame version or size; one is gone, or NCCL cannot connect it.
+        RankTimeout: a rank did not make its Communicator within policy.timeout_s, or 10 s if that is less; or NCCL did
+            not connect it within as long, or 30 s.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, policy: Policy | None = None) -> None:
@@ -380,6 +381,9 @@ class Communicator:
                 call.receives[root], call.finish = _flat_output(tensor)
             return [call]
 
+        given = f"{src} {group_src}"  # whatever they are, it is hashable
+        if (done := self._repeat("broadcast", tensor, tensor, given, async_op)) is not _NEW:
+            return done  # type: ignore[no-any-return]
         if (group := self._straight("gather", tensor)) is not None:
             root = self._root("src", src, group_src)
             others = self._size - 1 if self._rank == root else 0
@@ -390,6 +394,7 @@ class Communicator:
                 functools.partial(straight.broadcast, group, root, tensor.dtype),
                 others,
                 async_op,
+                given,
             )
         return self._issue("broadcast", build, async_op)
 
@@ -785,7 +790,8 @@ class Communicator:
         is_strided = not output.is_contiguous()
         flat_out, finish = _flat_output(output)
         copied = is_strided or not input.is_contiguous()
-        if operation in ("all_reduce", "broadcast"):  # in place
+        in_place = operation in ("all_reduce", "broadcast")
+        if in_place:
             if is_strided:
                 flat_out.copy_(output.detach().reshape(-1))
             flat_in = flat_out
@@ -798,7 +804,7 @@ class Communicator:
         call = Call(operation, device=output.device.type, finish=finish)
         call.straight = lambda: start(True)(flat_out, flat_in)
         work = go_straight(self._exchange, call, async_op, is_strided, sent_bytes, decision)
-        if output.dim() == input.dim() == 1 and (output is not input or operation == "all_reduce"):
+        if output.dim() == input.dim() == 1 and (output is not input or in_place):
             device, sizes = self._exchange.pipelines[output.device.type].device, (_bytes(output), _bytes(input))
             known = Known(device, *sizes, in_place_at, start(False), start(True), None, sent_bytes, decision)
             self._memory.note(operation, output, input, more, known)
@@ -822,7 +828,7 @@ class Communicator:
             if rank not in members:
                 raise InvalidArgument(f"{name} must be one of the group's ranks {list(members)}, got {rank}")
             group_rank = list(members).index(rank)
-        if not 0 <= group_rank < self._size:
+        if group_rank not in range(self._size):
             raise InvalidArgument(f"group_{name} must be 0 to {self._size - 1}, got {group_rank}")
         return group_rank
 

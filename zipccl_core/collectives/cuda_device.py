@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import threading
+import time
 from collections.abc import Callable, Hashable, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
@@ -20,18 +21,21 @@ from ..codec.cuda.decode import as_told, launch_decode, verdict_on
 from ..codec.cuda.decode_reduce import launch_decode_reduce
 from ..codec.cuda.encode import launch_encode, scratch_bytes
 from ..codec.cuda.stats import launch_measure, measuring, samples_of
-from ..errors import InvalidArgument, ZipcclError
+from ..errors import InvalidArgument, PeerError, ZipcclError
 from ..frame import HEADER_BYTES, FrameHeader, n_blocks
 from .device import CALLERS, STREAMS, Event
 from .exchange import Exchange
 from .link import GlooLink, Link, Nccl, NcclLink
 from .pipeline import Pipeline
 
+LEAST_CONNECT_S = 30.0
+
 _T = TypeVar("_T")
 _Event = torch._C._CudaEventBase  # torch.cuda.Event asks more each time
 _THREAD_LOCAL_MODE = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _LEAST_ROWS_BYTES, _ROWS_AT_ONCE = 512, 16
 _MOST_STARTS = 1024  # of 1 KiB each
+_CONNECT_NAP_S, _NEWS_S = 0.02, 0.5
 _CODEBOOK_AT = {"fitted": 0, "gaussian": 8}
 
 
@@ -380,12 +384,14 @@ def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch
 
     Raises:
         InvalidArgument: no PyCUDA.
+        PeerError, RankTimeout: NCCL could not connect the ranks, or not in time.
     """
     link: Link
     if has_nccl(group):  # then all ranks are here at once, and must know before they connect that none is missing
         made = _made_on_all_ranks(exchange, device)
         timeout_s, board = exchange.policy.timeout_s, exchange.board
         link = NcclLink(board, exchange.rank, exchange.size, made, device, timeout_s, lambda: made.lane.handle)
+        connect_within(max(timeout_s, LEAST_CONNECT_S), exchange, link.connect)
     else:
         made = CudaDevice(device)
 
@@ -394,6 +400,41 @@ def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch
 
         link = GlooLink(exchange.transport, made, poll)
     return Pipeline(exchange, made, link)
+
+
+def connect_within(timeout_s: float, exchange: Exchange, connect: Callable[[], None]) -> None:
+    """Connect the ranks, on a thread of its own: it would wait for ever for one that does not come.
+
+    Raises:
+        PeerError: a rank is gone, or could not; on all ranks.
+        RankTimeout: one did not within timeout_s; on all ranks.
+    """
+    what, failures = "Communicator: connecting NCCL", list[Exception]()
+
+    def run() -> None:
+        try:
+            connect()
+        except Exception as exc:
+            failures.append(exc)
+
+    thread = threading.Thread(target=run, name="zipccl-connect", daemon=True)
+    thread.start()
+    deadline, lost = time.monotonic() + timeout_s, exchange.transport.lost
+    while thread.is_alive():
+        thread.join(_CONNECT_NAP_S)
+        if lost:
+            raise exchange.transport_failed(what, RuntimeError("its connection is lost"), lost[:1])
+        if thread.is_alive() and time.monotonic() > deadline:
+            raise exchange.transport_failed(what, RuntimeError("timed out"), exchange.peers)
+    if failures:
+        until = time.monotonic() + _NEWS_S
+        while not lost and time.monotonic() < until:  # NCCL may hear sooner than we that a rank is gone
+            time.sleep(_CONNECT_NAP_S)
+        if lost:
+            raise exchange.transport_failed(what, failures[0], lost[:1])
+        text = " ".join(str(failures[0]).split())
+        told = f"{what}: rank {exchange.rank} of {exchange.size} failed: {text}; every rank needs a GPU of its own"
+        raise exchange.give_up(PeerError(told), failures[0]) from failures[0]
 
 
 def _made_on_all_ranks(exchange: Exchange, device: torch.device) -> CudaDevice:

@@ -110,13 +110,18 @@ class NcclLink:
         self._group = dist.ProcessGroup(stores[0], rank, size)
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._backends[0])
-        # All ranks must connect at once, and in the first post that could not be said: some may have nothing to send.
-        for backend in self._backends:
-            backend.eager_connect_single_device(index)
         self._nccl = Nccl()
-        self._device, self._stream = device, stream
+        self._device, self._index, self._stream = device, index, stream
         self._aborted = False
         self._lock = threading.Lock()
+
+    def connect(self) -> None:
+        """Connect all ranks, before anything is posted; blocks for as long as one of them does not.
+
+        They must at once, and in the first post that could not be said: some may have nothing to send.
+        """
+        for backend in self._backends:
+            backend.eager_connect_single_device(self._index)
 
     def post(
         self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float, in_order: bool = False

@@ -1,4 +1,4 @@
-"""The NCCL link's own part: what goes in halves, on which communicator, and in which order with the stream in use."""
+"""The NCCL link's own part: how it connects, and what goes in halves, on which communicator, in which order."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from zipccl_core import Policy
 from zipccl_core.collectives import link
+from zipccl_core.collectives.cuda_device import connect_within
 from zipccl_core.collectives.link import NcclLink, Piece, halves
+from zipccl_core.errors import PeerError, RankTimeout
+from zipccl_core.tests.test_exchange import Ranks
 from zipccl_core.tests.thread_device import ThreadDevice
 
 HALVED_BYTES = 4096
@@ -141,3 +145,47 @@ def test_both_communicators_end_and_once(device: ThreadDevice, end: str, told: l
     assert made.ended == told
     with device.attached(), device.on("move"), pytest.raises(RuntimeError, match="closed"):
         made.post([Piece(1, torch.ones(1, dtype=torch.uint8))], [], 0, time.monotonic() + 10)
+
+
+@pytest.mark.parametrize("who", ["never comes", "is gone", "fails"])
+def test_connecting_is_bounded_and_one_error_on_all_ranks(who: str) -> None:
+    ranks = Ranks(2, Policy(timeout_s=5.0))
+    ended = threading.Event()
+
+    def run(rank: int) -> None:
+        exchange = ranks.comms[rank]._exchange
+
+        def connect() -> None:
+            if rank == 1 and who == "fails":
+                raise RuntimeError("Duplicate GPU detected :\nrank 0 and rank 1")
+            ended.wait(20)
+
+        if rank == 1 and who == "is gone":
+            exchange.transport.abort()
+        elif rank == 1 and who == "never comes":
+            time.sleep(1.5)
+        else:
+            connect_within(1.0, exchange, connect)
+
+    began = time.monotonic()
+    errors = ranks.each(run)
+    assert time.monotonic() - began < 5
+    ended.set()
+    kind, text = {
+        "never comes": (RankTimeout, "rank 1 of 2 did not arrive"),
+        "is gone": (PeerError, "lost the connection while waiting for rank 1"),
+        "fails": (PeerError, "rank 1 of 2 failed: Duplicate GPU detected : rank 0 and rank 1; every rank needs a GPU"),
+    }[who]
+    assert type(errors[0]) is kind
+    assert "Communicator: connecting NCCL: " in str(errors[0])
+    assert text in str(errors[0])
+    if who == "fails":
+        assert str(errors[1]) == str(errors[0])
+    ranks.close()
+
+
+def test_ranks_that_all_come_are_connected() -> None:
+    ranks, meeting = Ranks(2), threading.Barrier(2)
+    assert ranks.each(lambda r: connect_within(5.0, ranks.comms[r]._exchange, meeting.wait)) == [None] * 2
+    assert all(good is True for good in ranks.gather())
+    ranks.close()

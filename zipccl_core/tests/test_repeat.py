@@ -274,3 +274,24 @@ def test_calls_that_are_issued_before_any_is_laid_out_have_tensors_of_their_own(
         return [same(t.view(-1), summed([data(n, 10 * r + i) for r in range(3)])) for i, t in enumerate(tensors)]
 
     assert ranks.each(run) == [[True] * count] * 3
+
+
+def test_broadcasts_of_several_ranks_are_each_remembered_with_their_own(make: Any) -> None:
+    ranks = make(3, Policy(compress="never", timeout_s=20.0), link="straight")
+
+    def run(rank: int) -> list[bool]:
+        comm, good = ranks.comms[rank], []
+        for turn in range(3):
+            for src in range(3):
+                tensor = data(100, 10 * turn + rank)
+                work = comm.broadcast(tensor, group_src=src, async_op=turn == 2)
+                if work is not None:
+                    work.wait()
+                good.append(same(tensor, data(100, 10 * turn + src)))
+        return good
+
+    assert ranks.each(run) == [[True] * 9] * 3
+    assert len(ranks.comms[0]._memory._known) == 3
+    assert ranks.comms[0].stats()["broadcast"]["raw_bytes"] == 3 * 2 * 200, "as the source, to two others, three times"
+    errors = ranks.each(lambda rank: ranks.comms[rank].broadcast(data(100, 0), group_src=[0]))
+    assert [type(error) for error in errors] == [InvalidArgument] * 3
