@@ -385,7 +385,10 @@ class Store:
 
 
 class Unclaimed(pytest.skip.Exception):
-    """A test has asked for an operation that the subject does not claim; it ends as UNSUPPORTED."""
+    """A test has asked for what the subject does not claim; it ends as UNSUPPORTED, on all ranks. Who has come to that
+    waits for the others, which may still be making what this rank would close."""
+
+    __module__, __qualname__ = "builtins", "Skipped"  # pytest says so of a reason, and takes it off again
 
 
 class Claimed:
@@ -581,7 +584,7 @@ class World:
     def require(self, *flags: str, **members: str | Sequence[str]) -> None:
         """End the test as UNSUPPORTED unless the subject claims all of it; see Capabilities.missing."""
         if missing := self.subject.capabilities.missing(*flags, **members):
-            pytest.skip(f"UNSUPPORTED: {missing}")
+            raise Unclaimed(f"UNSUPPORTED: {missing}")
 
     def exchange(self, mine: Any, limit_s: float | None = None) -> list[Any]:
         """The objects of all ranks, by rank, through the store: independent of what is under test.

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from conformance.subject import OPERATIONS
 from conformance.subjects.torch_native import NativeCommunicator, TorchNative
+
+LAG_S = 0.5
 
 
 class FewCommunicator:
@@ -38,6 +42,24 @@ class Few(TorchNative):
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> Any:
         return FewCommunicator(group, self.capabilities.operations)
+
+
+class Lagging(Few):
+    """As Few; a Communicator of the last rank is made once the first's has been, and needs it to be there still."""
+
+    def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> Any:
+        made = super().communicator(group, mode=mode, timeout_s=timeout_s)
+        rank, last, tensor = dist.get_rank(group), dist.get_world_size(group) - 1, torch.zeros(1)
+        if rank == 0 < last:
+            made.sent = dist.isend(tensor, group=group, group_dst=last)
+        elif rank == last > 0:
+            time.sleep(LAG_S)
+            dist.recv(tensor, group=group, group_src=0)
+        return made
+
+
+def lagging() -> Lagging:
+    return Lagging("all_reduce")
 
 
 def barrier() -> Few:

@@ -559,6 +559,17 @@ def test_nothing_fails_of_operations_that_a_correct_subject_does_not_claim(tmp_p
     assert reasons, "what is not claimed is said"
 
 
+def test_a_rank_that_skips_does_not_close_what_another_is_still_making(tmp_path):
+    test = "conformance/test_slow_rank.py::test_one_rank_late_before_every_wait_and_not_before_the_calls"
+    args = ("--subject", "conformance.meta.few:lagging", "--world-size=2", "--limit-s=30")
+    run = run_pytest(tmp_path / "run", test, *args, limit_s=60)
+    assert set(run.kinds().values()) == {"UNSUPPORTED"}, run.out + run.err
+    reasons = {r["reason"] for r in run.results.values()}
+    assert reasons == {
+        "UNSUPPORTED: subject does not claim all_gather_into_tensor among its operations (all_reduce)"
+    }, run.out
+
+
 # ---------------------------------------------------------------------------------------------------- pure parts
 
 

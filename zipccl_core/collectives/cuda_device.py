@@ -425,7 +425,7 @@ def connect_within(timeout_s: float, exchange: Exchange, connect: Callable[[], N
         if lost:
             raise exchange.transport_failed(what, RuntimeError("its connection is lost"), lost[:1])
         if thread.is_alive() and time.monotonic() > deadline:
-            raise exchange.transport_failed(what, RuntimeError("timed out"), exchange.peers)
+            raise exchange.transport_failed(what, RuntimeError("timed out"), exchange.peers, timeout_s)
     if failures:
         until = time.monotonic() + _NEWS_S
         while not lost and time.monotonic() < until:  # NCCL may hear sooner than we that a rank is gone

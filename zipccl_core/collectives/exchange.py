@@ -893,18 +893,21 @@ class Exchange:
         except RuntimeError as exc:
             raise self.transport_failed(what, exc, waiting_for) from exc
 
-    def transport_failed(self, what: str, exc: BaseException, ranks: list[int]) -> ZipcclError:
+    def transport_failed(
+        self, what: str, exc: BaseException, ranks: list[int], limit_s: float | None = None
+    ) -> ZipcclError:
         """What to raise after a transfer failed: the error that some rank has published, or a new one.
 
         Args:
             ranks: whom to name, unless exc knows better.
+            limit_s: how long was waited for them, if that is the trouble; the policy's deadline if None.
         """
         if "imed out" in str(exc):
             if len(ranks) > 1:  # who waits as this rank does comes to its deadline now, and says so
                 absent = self.board.absent(f"late/{what}", _GRACE_S / 2)
                 ranks = [r for r in ranks if r in absent] or ranks
             text = (
-                f"{what}: {_names(ranks)} of {self.size} did not arrive within {self.policy.timeout_s:g} s; "
+                f"{what}: {_names(ranks)} of {self.size} did not arrive within {limit_s or self.policy.timeout_s:g} s; "
                 "see what kept it, or raise Policy(timeout_s=…)"
             )
             return self.give_up(RankTimeout(text), exc)

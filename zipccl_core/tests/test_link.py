@@ -172,7 +172,7 @@ def test_connecting_is_bounded_and_one_error_on_all_ranks(who: str) -> None:
     assert time.monotonic() - began < 5
     ended.set()
     kind, text = {
-        "never comes": (RankTimeout, "rank 1 of 2 did not arrive"),
+        "never comes": (RankTimeout, "rank 1 of 2 did not arrive within 1 s"),
         "is gone": (PeerError, "lost the connection while waiting for rank 1"),
         "fails": (PeerError, "rank 1 of 2 failed: Duplicate GPU detected : rank 0 and rank 1; every rank needs a GPU"),
     }[who]
