@@ -147,7 +147,7 @@ class Exchange:
         self._fingerprint = policy.fingerprint()
         self._switch, self._plain = Switch(policy), replace(policy, compress="never")
         self._books: dict[str, Counter[str]] = {}
-        self._straight: Counter[tuple[str, int]] = Counter()  # (operation, bytes) → calls that are not in them yet
+        self._straight: deque[tuple[str, int]] = deque()  # (operation, bytes) of calls that are not in them yet
         self.last_decision: Decision | None = None
         self.board = board
         self.peers = [r for r in range(size) if r != rank]
@@ -980,12 +980,12 @@ class Exchange:
             self.arrived_last.clear()
 
     def count_native(self, operation: str, sent_bytes: int, decision: Decision) -> None:
-        """Count a call that went straight to the backend; from any thread. One step: there is little else in it."""
-        with self._books_lock:
-            self._straight[operation, sent_bytes] += 1
-            if len(self._straight) > _MOST_STRAIGHT:
+        """Count a call that went straight to the backend; from any thread. There is little else in such a call."""
+        self._straight.append((operation, sent_bytes))
+        if len(self._straight) > _MOST_STRAIGHT:
+            with self._books_lock:
                 self._fold()
-            self._decided(decision)
+        self._decided(decision)
 
     def books(self) -> dict[str, Counter[str]]:
         """What was counted, for each operation."""
@@ -995,11 +995,11 @@ class Exchange:
 
     def _fold(self) -> None:
         """Enter the straight calls that were only counted; with the books' lock."""
-        for (operation, sent_bytes), calls in self._straight.items():
+        counted = Counter(self._straight.popleft() for _ in range(len(self._straight)))  # others may come meanwhile
+        for (operation, sent_bytes), calls in counted.items():
             sent = calls * sent_bytes
             more = {"calls": calls, "native": calls, "raw_bytes": sent, "sent_bytes": sent}
             self._books.setdefault(operation, Counter()).update(more)
-        self._straight.clear()
 
     def _decided(self, decision: Decision) -> None:
         self.last_decision = decision
