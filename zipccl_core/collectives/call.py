@@ -22,24 +22,21 @@ _DATA_TAG = 3
 _TAGS = 1 << 30
 
 
-_waiting = threading.RLock()
-"""For a moment only, by who begins to wait for a Done or sets one. A signal's handler may come in between."""
-
-
 class Done:
-    """Set once, and waited for by any number of threads; making one costs next to nothing, unlike a threading.Event."""
+    """Set once, and waited for by any number of threads; making one costs next to nothing, unlike a threading.Event.
+
+    Takes no lock but its own, which is made by who waits first: a signal's handler may come in anywhere. Each step on
+    `__dict__` is one to other threads.
+    """
 
     _is_set = False
-    _held: threading.Lock | None = None  # once somebody waits, and until it is set
 
     def set(self) -> None:
         """Let go of all who wait; may be repeated."""
-        with _waiting:
-            if self._is_set:
-                return
-            self._is_set = True
-        if self._held is not None:
-            self._held.release()
+        self._is_set = True
+        held = self.__dict__.pop("_held", None)
+        if held is not None:
+            held.release()
 
     def is_set(self) -> bool:
         """Whether it is; never waits."""
@@ -47,16 +44,18 @@ class Done:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, at most so many seconds; whether it is."""
-        with _waiting:
-            if self._is_set:
-                return True
-            if self._held is None:
-                held = threading.Lock()
-                held.acquire()
-                self._held = held
-        if not self._held.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
+        if self._is_set:
+            return True
+        held = self.__dict__.get("_held")
+        if held is None:
+            made = threading.Lock()
+            made.acquire()
+            held = self.__dict__.setdefault("_held", made)
+        if self._is_set:  # perhaps before it could see the lock
+            return True
+        if not held.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             return False
-        self._held.release()
+        held.release()
         return True
 
 

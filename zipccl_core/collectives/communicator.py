@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
+from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -42,8 +43,6 @@ LEAST_MEETING_S = 10.0
 _NAP_S = 0.0001
 _NEW = object()
 """Instead of a Work, or None: a call like it has not been seen."""
-_abandoned: list[object] = []
-"""What a device may still write or read, for ever."""
 
 
 class Communicator:
@@ -144,7 +143,7 @@ class Communicator:
                 )
             flat_out, finish = _flat_output(output_tensor)
             slots = [flat_out.narrow(0, r * n, n) for r in range(self._size)]
-            in_place = input_tensor.is_contiguous() and input_tensor.data_ptr() == slots[self._rank].data_ptr()
+            in_place = _is_plain(input_tensor) and input_tensor.data_ptr() == slots[self._rank].data_ptr()
             flat_in = input_tensor.detach().reshape(-1) if in_place else _flat_input(input_tensor, output_tensor)
             in_place_at = self._rank * _bytes(input_tensor)
             alike = gathering(output_tensor, input_tensor, self._size)
@@ -320,7 +319,7 @@ class Communicator:
             self._check_pair(tensor, tensor)
             spec = reduce_spec(op)
             flat, finish = _flat_output(tensor)
-            if not tensor.is_contiguous():
+            if not _is_plain(tensor):
                 flat.copy_(tensor.detach().reshape(-1))
             n = flat.numel()
             direct = is_direct(self._size, _bytes(flat), flat.device.type in self._exchange.pipelines)
@@ -381,7 +380,7 @@ class Communicator:
                 call.receives[root], call.finish = _flat_output(tensor)
             return [call]
 
-        given = f"{src} {group_src}"  # whatever they are, it is hashable
+        given = (src, group_src) if {type(src), type(group_src)} <= {int, NoneType} else UNREPEATABLE
         if (done := self._repeat("broadcast", tensor, tensor, given, async_op)) is not _NEW:
             return done  # type: ignore[no-any-return]
         if (group := self._straight("gather", tensor)) is not None:
@@ -787,9 +786,9 @@ class Communicator:
         """
         _check_async_op(async_op)
         self._check_pair(output, input)
-        is_strided = not output.is_contiguous()
+        is_strided = not _is_plain(output)
         flat_out, finish = _flat_output(output)
-        copied = is_strided or not input.is_contiguous()
+        copied = is_strided or not _is_plain(input)
         in_place = operation in ("all_reduce", "broadcast")
         if in_place:
             if is_strided:
@@ -969,6 +968,11 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0 and b.numel() > 0
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory holds its elements as they are, one after another."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
 def _flat_input(input: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
     """The input in logical order, as it is now: a copy if it is strided or shares memory with an output."""
     flat = input.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -978,7 +982,7 @@ def _flat_input(input: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
 def _flat_output(output: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
     """A flat tensor to fill, and what brings it into a strided output afterwards."""
     target = output.detach()
-    if target.is_contiguous():
+    if _is_plain(target):
         return target.reshape(-1), nothing
     flat = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
     return flat, lambda: _scatter_back(target, flat)
@@ -1011,23 +1015,20 @@ def _by_way_of_the_host(call: Call, target: torch.Tensor, device: Device) -> tup
 def _to_the_host(flat: torch.Tensor, device: Device, exchange: Exchange) -> Callable[[Call], None]:
     """What brings a flat tensor of a device, as the caller's stream leaves it, into the call as what it sends.
 
-    The copy has begun, and is waited for within the deadline. Its memory is pinned: to any other it would wait for the
-    stream under a lock of the driver's, and no other thread could start what a peer may be waiting for.
+    The copy has begun, in that stream; it is waited for, within the deadline, by whoever carries the call through.
     """
-    issued = device.now()
-    with device.attached(), device.on("encode"):
-        device.after(issued)
-        copy = device.to_host([flat])
+    copy, dtype = device.copy_of_callers(flat), flat.dtype
 
     def lay_out(call: Call) -> None:
         deadline = time.monotonic() + exchange.policy.timeout_s
         with device.attached():
             while not copy.query():
-                if time.monotonic() > deadline:
-                    _abandoned.append((flat, copy))
+                if exchange.broken is not None:
+                    raise again(exchange.broken)
+                if exchange.leaving or time.monotonic() > deadline:
                     raise exchange.transport_failed("send from a device", RuntimeError("timed out"), [exchange.rank])
                 time.sleep(_NAP_S)
-        call.sends = [copy.tensor().view(flat.dtype)]  # and it is kept until here
+        call.sends = [copy.tensor().view(dtype)]
 
     return lay_out
 

@@ -26,6 +26,7 @@ from ..frame import HEADER_BYTES, FrameHeader, n_blocks
 from .device import CALLERS, STREAMS, Event
 from .exchange import Exchange
 from .link import GlooLink, Link, Nccl, NcclLink
+from .message import raw_view
 from .pipeline import Pipeline
 
 LEAST_CONNECT_S = 30.0
@@ -194,6 +195,14 @@ class CudaDevice:
 
     def join(self, event: Event) -> None:
         event.wait(self._current_stream())  # type: ignore[attr-defined]
+
+    def copy_of_callers(self, tensor: Tensor) -> _Copy:
+        # Pinned: to any other memory the driver copies under a lock of its own, and no other thread could start what a
+        # peer may be waiting for. torch's allocators keep both ends from others until the copy is done.
+        source = raw_view(tensor)
+        pinned = torch.empty(source.numel(), dtype=torch.uint8, device="cpu", pin_memory=True)
+        pinned.copy_(source, non_blocking=True)
+        return _Copy(pinned, self.now())
 
     def _current_stream(self) -> torch.cuda.Stream:
         """The caller's; torch makes a new object each time, and asks much before."""
@@ -409,12 +418,15 @@ def connect_within(timeout_s: float, exchange: Exchange, connect: Callable[[], N
         PeerError: a rank is gone, or could not; on all ranks.
         RankTimeout: one did not within timeout_s; on all ranks.
     """
-    what, failures = "Communicator: connecting NCCL", list[Exception]()
+    what, failures = "Communicator: connecting NCCL", list[BaseException]()
 
     def run() -> None:
         try:
             connect()
-        except Exception as exc:
+            exchange.board.share(
+                "connected", True, timeout_s
+            )  # else one might go on, and hear later that another cannot
+        except BaseException as exc:
             failures.append(exc)
 
     thread = threading.Thread(target=run, name="zipccl-connect", daemon=True)
@@ -425,7 +437,8 @@ def connect_within(timeout_s: float, exchange: Exchange, connect: Callable[[], N
         if lost:
             raise exchange.transport_failed(what, RuntimeError("its connection is lost"), lost[:1])
         if thread.is_alive() and time.monotonic() > deadline:
-            raise exchange.transport_failed(what, RuntimeError("timed out"), exchange.peers, timeout_s)
+            late = exchange.peers or [exchange.rank]
+            raise exchange.transport_failed(what, RuntimeError("timed out"), late, timeout_s)
     if failures:
         until = time.monotonic() + _NEWS_S
         while not lost and time.monotonic() < until:  # NCCL may hear sooner than we that a rank is gone

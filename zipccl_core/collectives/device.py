@@ -55,7 +55,8 @@ class HostCopy(HostBytes, Protocol):
 
 
 class Device(Protocol):
-    """One device, for one Communicator. Used by the thread that carries calls through; `now` and `join` by any.
+    """One device, for one Communicator. Used by the thread that carries calls through; `now`, `join` and
+    `copy_of_callers` by any.
 
     Work goes to the stream chosen with `on`, in order; streams are not ordered among each other but by `after`.
 
@@ -73,6 +74,12 @@ class Device(Protocol):
 
     def join(self, event: Event) -> None:
         """The calling thread's current stream of the framework waits for the event; the host does not."""
+
+    def copy_of_callers(self, tensor: Tensor) -> HostCopy:
+        """Start copying a contiguous tensor to the host, in the calling thread's current stream of the framework.
+
+        Neither the copy nor the tensor need be kept until it is here.
+        """
 
     def check(self, device: torch.device) -> None:
         """InvalidArgument if this is not that device, or if the current stream is being captured into a graph."""

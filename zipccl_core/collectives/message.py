@@ -29,7 +29,7 @@ def patterns(flat: torch.Tensor) -> NDArray[Any]:
 
 
 def raw_view(flat: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous 1-D CPU tensor of any dtype; no copy."""
+    """The bytes of a contiguous 1-D tensor of any dtype; no copy."""
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     if flat.stride() != (1,):  # of none or one element any stride counts as contiguous

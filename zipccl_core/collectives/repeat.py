@@ -69,10 +69,10 @@ class Memory:
         if type(output) is not Tensor or type(input) is not Tensor:
             return None
         known = self._known.get(_key(operation, output, input, more))
-        if known is None or not output.is_contiguous() or output.requires_grad:
+        if known is None or not output.is_contiguous() or output.is_neg() or output.requires_grad:
             return None  # torch would add a hook to it at each call
         if output is not input:
-            if not input.is_contiguous():
+            if not input.is_contiguous() or input.is_neg():
                 return None
             if overlaps(output, known.output_bytes, input, known.input_bytes, known.in_place_at):
                 return None
@@ -89,7 +89,7 @@ class Memory:
         plain = type(output) is Tensor and type(input) is Tensor and not output.dtype.is_complex
         if not plain or more is UNREPEATABLE or input.numel() <= 1:
             return  # one element counts as contiguous, whatever it is a view of
-        if not (output.is_contiguous() and input.is_contiguous()):
+        if not (output.is_contiguous() and input.is_contiguous()) or output.is_neg() or input.is_neg():
             return
         self._known.pop(_key(operation, output, input, more), None)  # so that the oldest is the first
         while len(self._known) >= MOST:
@@ -139,7 +139,7 @@ Place = tuple[UntypedStorage, int]
 
 
 class Alike:
-    """Calls like one whose tensors were right. One is always made ahead, by whoever lays the call before it out.
+    """Calls like one whose tensors were right. One is made ahead, by whoever lays the call before it out.
 
     Args:
         output, input: tensors like those of all of them, the same one twice if they are in place.
@@ -148,7 +148,7 @@ class Alike:
     """
 
     def __init__(self, output: Tensor, input: Tensor, make: Callable[[], list[Call]], *lay_outs: LayOut) -> None:
-        self._make, self._lay_outs, self._ahead = make, lay_outs, [make()]
+        self._make, self._lay_outs, self._ahead = make, lay_outs, list[list[Call]]()
         self._device, self._dtype = output.device, output.dtype
         self._n_out, self._n_in = output.numel(), input.numel()
 

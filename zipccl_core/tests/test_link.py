@@ -184,6 +184,25 @@ def test_connecting_is_bounded_and_one_error_on_all_ranks(who: str) -> None:
     ranks.close()
 
 
+@pytest.mark.parametrize("trouble", [RuntimeError("no memory"), SystemExit()])
+def test_a_rank_that_fails_when_others_are_connected_is_told_to_all(trouble: BaseException) -> None:
+    ranks = Ranks(3, Policy(timeout_s=5.0))
+
+    def run(rank: int) -> None:
+        def connect() -> None:
+            if rank == 1:
+                time.sleep(0.3)
+                raise trouble
+
+        connect_within(5.0, ranks.comms[rank]._exchange, connect)
+
+    errors = ranks.each(run)
+    assert [type(error) for error in errors] == [PeerError] * 3
+    assert len({str(error) for error in errors}) == 1
+    assert "rank 1 of 3 failed" in str(errors[0])
+    ranks.close()
+
+
 def test_ranks_that_all_come_are_connected() -> None:
     ranks, meeting = Ranks(2), threading.Barrier(2)
     assert ranks.each(lambda r: connect_within(5.0, ranks.comms[r]._exchange, meeting.wait)) == [None] * 2

@@ -327,6 +327,66 @@ def test_a_message_from_a_device_that_does_not_come_to_it_is_an_error_on_both(ma
     assert "rank 0 of 2 did not arrive within 0.5 s" in str(errors[0])
 
 
+def test_a_message_behind_a_busy_stream_holds_up_nothing_else(make: Any) -> None:
+    ranks = make(2, Policy(compress="always", timeout_s=5.0))
+    gate = Event()
+    ranks.devices[0].queued_ahead = gate
+    held = ranks.comms[0].isend(data(500, 0), group_dst=1, tag=1)
+    ranks.devices[0].queued_ahead = None  # another stream of the caller's
+    ranks.comms[0].isend(data(500, 1), group_dst=1, tag=2)
+    out = nothing(500)
+    assert ranks.comms[1].irecv(out, group_src=0, tag=2).wait(timedelta(seconds=2))
+    assert same(out, data(500, 1))
+    assert gather(ranks, 9000) == [True] * 2
+    gate.done.set()
+    assert ranks.comms[1].irecv(out, group_src=0, tag=1).wait()
+    assert held.wait()
+    assert same(out, data(500, 0))
+
+
+def test_a_message_that_waits_for_its_device_ends_with_the_communicator(make: Any) -> None:
+    ranks = make(2, Policy(compress="always", timeout_s=20.0))
+    gate = Event()
+    ranks.devices[0].queued_ahead = gate
+    works = [ranks.comms[0].isend(data(500, i), group_dst=1) for i in range(2)]
+    ranks.comms[0]._exchange.give_up(PeerError("rank 1 said so"), RuntimeError())
+    began = time.monotonic()
+    for work in works:
+        with pytest.raises(PeerError, match="rank 1 said so"):
+            work.wait()
+    assert time.monotonic() - began < 2
+    gate.done.set()
+
+
+@pytest.mark.parametrize(("link", "compress"), [("threads", "always"), ("straight", "never")])
+def test_elements_that_are_not_stored_as_they_are_travel_as_they_are(make: Any, link: str, compress: Any) -> None:
+    """torch conjugates and negates when it reads: the memory of such a tensor holds other bits than its elements."""
+    ranks, n = make(2, Policy(compress=compress, timeout_s=5.0), link=link), 600
+    plain = [torch.complex(data(n, r, torch.float32), data(n, r + 2, torch.float32)) for r in range(2)]
+    wanted = torch.view_as_real(torch.cat(plain))
+    words = [data(n, r, torch.float32) for r in range(2)]
+
+    def run(rank: int) -> list[bool]:
+        comm, good = ranks.comms[rank], []
+        for _ in range(2):
+            out = torch.zeros(2 * n, dtype=torch.complex64).conj()
+            comm.all_gather_into_tensor(out, torch.conj_physical(plain[rank]).conj())
+            comm.barrier()
+            good.append(torch.equal(torch.view_as_real(out.resolve_conj()), wanted))
+            sent = plain[0].clone() if rank else torch.conj_physical(plain[0]).conj()
+            comm.broadcast(sent, group_src=0)
+            comm.barrier()
+            good.append(torch.equal(torch.view_as_real(sent.resolve_conj()), wanted[:n]))
+            for output in (torch.zeros(2 * n), torch._neg_view(torch.zeros(2 * n))):
+                for input in (words[rank], torch._neg_view(words[rank].neg())):
+                    comm.all_gather_into_tensor(output, input)
+                    comm.barrier()
+                    good.append(same(output.resolve_neg(), torch.cat(words)))
+        return good
+
+    assert ranks.each(run) == [[True] * 12] * 2
+
+
 def test_one_rank_alone_sums_by_the_law_and_copies(make: Any) -> None:
     ranks, n = make(1), BLOCK_WORDS + 3
     words = data(n, 0, wild=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import threading
 import time
 from typing import Any
@@ -256,6 +257,33 @@ def test_all_who_wait_for_a_call_are_let_go_of_once_it_is_done() -> None:
     assert done.wait(0)
 
 
+@pytest.mark.parametrize("handled", ["another", "itself"])
+def test_a_signal_may_come_while_somebody_begins_to_wait(monkeypatch: pytest.MonkeyPatch, handled: str) -> None:
+    done, other, found = Done(), Done(), list[bool]()
+
+    def handler(*_: object) -> None:
+        if handled == "itself":
+            done.set()
+            return
+        threading.Timer(0.1, other.set).start()
+        found.append(other.wait(5))
+
+    lock = threading.Lock
+
+    def with_a_signal() -> Any:
+        monkeypatch.setattr(threading, "Lock", lock)
+        signal.raise_signal(signal.SIGUSR1)
+        return lock()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        monkeypatch.setattr(threading, "Lock", with_a_signal)
+        assert done.wait(0.2) == (handled == "itself")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert found == [True] * (handled == "another")
+
+
 def test_calls_that_are_issued_before_any_is_laid_out_have_tensors_of_their_own(make: Any) -> None:
     """One is made ahead; of those that come before the next is, each is made as it is issued."""
     ranks, n, count = make(3), 9000, 5
@@ -293,5 +321,6 @@ def test_broadcasts_of_several_ranks_are_each_remembered_with_their_own(make: An
     assert ranks.each(run) == [[True] * 9] * 3
     assert len(ranks.comms[0]._memory._known) == 3
     assert ranks.comms[0].stats()["broadcast"]["raw_bytes"] == 3 * 2 * 200, "as the source, to two others, three times"
-    errors = ranks.each(lambda rank: ranks.comms[rank].broadcast(data(100, 0), group_src=[0]))
-    assert [type(error) for error in errors] == [InvalidArgument] * 3
+    for root in ([0], "0", 0.5):
+        errors = ranks.each(lambda rank, root=root: ranks.comms[rank].broadcast(data(100, 0), group_src=root))
+        assert [type(error) for error in errors] == [InvalidArgument] * 3

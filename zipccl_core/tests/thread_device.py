@@ -24,7 +24,7 @@ from zipccl_core.codec import exponent_histogram
 from zipccl_core.codec.cpu import decode_into, encode_into
 from zipccl_core.collectives.device import CALLERS, STREAMS
 from zipccl_core.collectives.link import Ordered, Piece
-from zipccl_core.collectives.message import patterns
+from zipccl_core.collectives.message import patterns, raw_view
 from zipccl_core.collectives.reduce import ReduceSpec, ordered_sum
 from zipccl_core.collectives.transport import Transport
 from zipccl_core.errors import InvalidArgument, TruncatedFrame, ZipcclError
@@ -146,6 +146,14 @@ class ThreadDevice:
             with self.on(CALLERS):
                 return self.mark()
         return self.queued_ahead or Event(done=True)
+
+    def copy_of_callers(self, tensor: Tensor) -> Copy:
+        if self.has_callers:
+            with self.on(CALLERS):
+                return self.to_host([tensor])
+        copy = Copy()
+        copy.bytes, copy.done = raw_view(tensor).clone(), self.now().done
+        return copy
 
     def join(self, event: Event) -> None:
         if self.has_callers:
@@ -272,7 +280,7 @@ class ThreadDevice:
         copy = Copy()
 
         def work() -> None:
-            copy.bytes = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors])
+            copy.bytes = torch.cat([raw_view(t.reshape(-1)) for t in tensors])
             copy.done.set()
 
         self.stream.put(work)
