@@ -271,6 +271,7 @@ class _LentLink(NcclLink):
     idle: ClassVar[list[_LentLink]] = []
     made: ClassVar[int] = 0
     members: tuple[int, ...] = ()  # on the class: of the Communicator that is being made
+    is_connected = False
 
     @classmethod
     def lend(cls, board: Board, rank: int, size: int, device: Any, index: torch.device, *how: Any) -> _LentLink:
@@ -288,6 +289,11 @@ class _LentLink(NcclLink):
         cls.made += 1
         made.number, made.members, made.left = cls.made, cls.members, cls.TIMES
         return made
+
+    def connect(self) -> None:
+        if not self.is_connected:  # torch would make new communicators of NCCL's in the place of those it has
+            super().connect()
+            self.is_connected = True
 
     def close(self) -> None:
         self.left -= 1

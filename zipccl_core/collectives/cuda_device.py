@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -36,7 +37,8 @@ _Event = torch._C._CudaEventBase  # torch.cuda.Event asks more each time
 _THREAD_LOCAL_MODE = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _LEAST_ROWS_BYTES, _ROWS_AT_ONCE = 512, 16
 _MOST_STARTS = 1024  # of 1 KiB each
-_CONNECT_NAP_S, _NEWS_S = 0.02, 0.5
+_CONNECT_NAP_S, _CONNECT_EXIT_S, _NEWS_S = 0.01, 2.0, 0.5
+_connecting: list[threading.Thread] = []  # that have not come back, so far or at all
 _CODEBOOK_AT = {"fitted": 0, "gaussian": 8}
 
 
@@ -411,6 +413,14 @@ def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch
     return Pipeline(exchange, made, link)
 
 
+@atexit.register
+def _let_connecting_end() -> None:
+    """What comes back from NCCL while Python ends would abort the process."""
+    deadline = time.monotonic() + _CONNECT_EXIT_S
+    for thread in _connecting:
+        thread.join(max(deadline - time.monotonic(), 0.0))
+
+
 def connect_within(timeout_s: float, exchange: Exchange, connect: Callable[[], None]) -> None:
     """Connect the ranks, on a thread of its own: it would wait for ever for one that does not come.
 
@@ -423,30 +433,35 @@ def connect_within(timeout_s: float, exchange: Exchange, connect: Callable[[], N
     def run() -> None:
         try:
             connect()
-            exchange.board.share(
-                "connected", True, timeout_s
-            )  # else one might go on, and hear later that another cannot
         except BaseException as exc:
             failures.append(exc)
 
     thread = threading.Thread(target=run, name="zipccl-connect", daemon=True)
+    _connecting.append(thread)
     thread.start()
     deadline, lost = time.monotonic() + timeout_s, exchange.transport.lost
-    while thread.is_alive():
+    # All ranks or none: else one might go on, and hear later that another could not.
+    while thread.is_alive() or (not failures and exchange.board.absent("connected", 0.0)):
         thread.join(_CONNECT_NAP_S)
         if lost:
             raise exchange.transport_failed(what, RuntimeError("its connection is lost"), lost[:1])
-        if thread.is_alive() and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             late = exchange.peers or [exchange.rank]
             raise exchange.transport_failed(what, RuntimeError("timed out"), late, timeout_s)
+        if not thread.is_alive():
+            time.sleep(_CONNECT_NAP_S)
+    _connecting.remove(thread)
     if failures:
         until = time.monotonic() + _NEWS_S
         while not lost and time.monotonic() < until:  # NCCL may hear sooner than we that a rank is gone
             time.sleep(_CONNECT_NAP_S)
         if lost:
             raise exchange.transport_failed(what, failures[0], lost[:1])
-        text = " ".join(str(failures[0]).split())
-        told = f"{what}: rank {exchange.rank} of {exchange.size} failed: {text}; every rank needs a GPU of its own"
+        text = " ".join((str(failures[0]) or type(failures[0]).__name__).split())
+        told = (
+            f"{what}: rank {exchange.rank} of {exchange.size} failed: {text}; every rank needs a GPU of its own, and a "
+            "Communicator 0.8 GiB of it"
+        )
         raise exchange.give_up(PeerError(told), failures[0]) from failures[0]
 
 
