@@ -586,6 +586,11 @@ class World:
         if missing := self.subject.capabilities.missing(*flags, **members):
             raise Unclaimed(f"UNSUPPORTED: {missing}")
 
+    def require_peers(self) -> None:
+        """End the test as UNSUPPORTED if this rank is alone: nothing is sent then, and nobody can disagree."""
+        if self.world_size < 2:
+            raise Unclaimed(f"UNSUPPORTED: needs 2 ranks of {self.world_size}")
+
     def exchange(self, mine: Any, limit_s: float | None = None) -> list[Any]:
         """The objects of all ranks, by rank, through the store: independent of what is under test.
 

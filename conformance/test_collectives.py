@@ -402,6 +402,7 @@ def test_close_twice_and_a_new_communicator_after_it(world, mode):
 @pytest.mark.requires(operations="all_gather_into_tensor")
 @pytest.mark.proves("TELL-1", "TELL-2")
 def test_last_decision_and_stats_tell_what_was_done(world, mode):
+    world.require_peers()
     comm = world.communicator(mode)
     assert comm.last_decision is None, f"before the first call last_decision must be None, got {comm.last_decision}"
     n = 20_000
@@ -531,6 +532,7 @@ DISAGREEMENTS: dict[str, Callable[[World, Any, bool], None]] = {
 @pytest.mark.proves("ARGS-2")
 @pytest.mark.gpu
 def test_ranks_that_disagree_get_one_error_on_every_rank(world, what):
+    world.require_peers()
     comm = world.communicator()
     if what in ("operation", "reduction"):  # in the first of them one rank only calls it
         world.require(operations="reduce_scatter_tensor")

@@ -112,6 +112,7 @@ def test_words_that_do_not_fit_any_codebook_cost_their_raw_size_and_a_little(wor
 @pytest.mark.proves("ESC-7")
 @pytest.mark.gpu
 def test_gaussian_words_are_sent_in_their_compressed_size(world):
+    world.require_peers()
     world.require(modes="always")
     comm = world.communicator("always")
     n = 1 << 18
@@ -141,6 +142,7 @@ def test_gradients_widened_to_float32_are_sent_without_their_empty_halves(world)
 @pytest.mark.proves("ESC-8", "ESC-5")
 @pytest.mark.gpu
 def test_coding_goes_off_where_it_does_not_pay_and_on_again_at_the_same_call_on_all_ranks(world):
+    world.require_peers()
     n = 20_000
     comm = world.communicator("auto")
     modes: list[str] = []

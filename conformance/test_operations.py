@@ -379,6 +379,7 @@ def test_calls_of_all_operations_in_flight_together(world, mode):
 @pytest.mark.requires("decides")
 @pytest.mark.proves("TELL-1", "TELL-2")
 def test_every_operation_is_counted_once_and_decided_alike_on_every_rank(world, mode):
+    world.require_peers()
     comm = world.communicator(mode)
     operations = supported(world, [o for o in FURTHER if o != "batch_isend_irecv"])
     for k, operation in enumerate(operations):

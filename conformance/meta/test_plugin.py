@@ -570,6 +570,13 @@ def test_a_rank_that_skips_does_not_close_what_another_is_still_making(tmp_path)
     }, run.out
 
 
+def test_nothing_fails_of_a_correct_subject_that_is_alone(tmp_path):
+    names = "stats_tell or disagree or compressed_size or coding_goes_off or counted_once"
+    run = run_pytest(tmp_path / "run", "conformance", "--subject", "zipccl", "--world-size=1", "-k", names, limit_s=100)
+    assert set(run.kinds().values()) <= {"PASS", "UNSUPPORTED"}, run.out + run.err
+    assert "UNSUPPORTED: needs 2 ranks of 1" in {r["reason"] for r in run.results.values()}
+
+
 # ---------------------------------------------------------------------------------------------------- pure parts
 
 
