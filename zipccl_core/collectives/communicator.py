@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import time
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 import torch.distributed as dist
@@ -32,17 +33,25 @@ from .repeat import (
     exchanging,
     gathering,
     is_direct,
+    is_plain,
     overlaps,
     reducing,
     reducing_in_place,
     terms_of,
 )
 from .straight import Start, go_straight
+from .transport import nap_s
 
 LEAST_MEETING_S = 10.0
-_NAP_S = 0.0001
-_NEW = object()
-"""Instead of a Work, or None: a call like it has not been seen."""
+
+
+class _New(enum.Enum):
+    """Instead of a Work, or None: a call like it has not been seen."""
+
+    NEW = enum.auto()
+
+
+_NEW: Final = _New.NEW
 
 
 class Communicator:
@@ -132,7 +141,7 @@ class Communicator:
 
         done = self._repeat("all_gather_into_tensor", output_tensor, input_tensor, None, async_op)
         if done is not _NEW:
-            return done  # type: ignore[no-any-return]
+            return done
 
         def build() -> list[Call]:
             self._check_pair(output_tensor, input_tensor)
@@ -143,7 +152,7 @@ class Communicator:
                 )
             flat_out, finish = _flat_output(output_tensor)
             slots = [flat_out.narrow(0, r * n, n) for r in range(self._size)]
-            in_place = _is_plain(input_tensor) and input_tensor.data_ptr() == slots[self._rank].data_ptr()
+            in_place = is_plain(input_tensor) and input_tensor.data_ptr() == slots[self._rank].data_ptr()
             flat_in = input_tensor.detach().reshape(-1) if in_place else _flat_input(input_tensor, output_tensor)
             in_place_at = self._rank * _bytes(input_tensor)
             alike = gathering(output_tensor, input_tensor, self._size)
@@ -187,7 +196,7 @@ class Communicator:
 
         more = _hashable(op)
         if (done := self._repeat("reduce_scatter_tensor", output, input, more, async_op)) is not _NEW:
-            return done  # type: ignore[no-any-return]
+            return done
 
         def build() -> list[Call]:
             self._check_pair(output, input)
@@ -243,7 +252,7 @@ class Communicator:
 
         equal = not input_split_sizes and not output_split_sizes
         if equal and (done := self._repeat("all_to_all_single", output, input, None, async_op)) is not _NEW:
-            return done  # type: ignore[no-any-return]
+            return done
 
         def build() -> list[Call]:
             self._check_pair(output, input)
@@ -313,13 +322,13 @@ class Communicator:
 
         more = _hashable(op)
         if (done := self._repeat("all_reduce", tensor, tensor, more, async_op)) is not _NEW:
-            return done  # type: ignore[no-any-return]
+            return done
 
         def build() -> list[Call]:
             self._check_pair(tensor, tensor)
             spec = reduce_spec(op)
             flat, finish = _flat_output(tensor)
-            if not _is_plain(tensor):
+            if not is_plain(tensor):
                 flat.copy_(tensor.detach().reshape(-1))
             n = flat.numel()
             direct = is_direct(self._size, _bytes(flat), flat.device.type in self._exchange.pipelines)
@@ -382,7 +391,7 @@ class Communicator:
 
         given = (src, group_src) if {type(src), type(group_src)} <= {int, NoneType} else UNREPEATABLE
         if (done := self._repeat("broadcast", tensor, tensor, given, async_op)) is not _NEW:
-            return done  # type: ignore[no-any-return]
+            return done
         if (group := self._straight("gather", tensor)) is not None:
             root = self._root("src", src, group_src)
             others = self._size - 1 if self._rank == root else 0
@@ -718,7 +727,7 @@ class Communicator:
         pipeline = pipelines.get(tensor.device.type)
         return None if pipeline is None or not pipeline.link.straight else pipeline.link.group()
 
-    def _repeat(self, operation: str, output: Any, input: Any, more: Any, async_op: object) -> Any:
+    def _repeat(self, operation: str, output: Any, input: Any, more: Any, async_op: object) -> Work | _New | None:
         """Make a call like an earlier one, without looking at its tensors again; what it returns, or _NEW if none is.
 
         Args:
@@ -746,7 +755,7 @@ class Communicator:
             if async_op:
                 work = straight.Begun(exchange, operation, work)
         if async_op:
-            return work
+            return work  # type: ignore[no-any-return]  # perhaps a Begun; a cast is a call, and all come this way
         if work is not None:  # torch gives none of what is in the caller's stream already
             work.wait()
         return None
@@ -786,9 +795,9 @@ class Communicator:
         """
         _check_async_op(async_op)
         self._check_pair(output, input)
-        is_strided = not _is_plain(output)
+        is_strided = not is_plain(output)
         flat_out, finish = _flat_output(output)
-        copied = is_strided or not _is_plain(input)
+        copied = is_strided or not is_plain(input)
         in_place = operation in ("all_reduce", "broadcast")
         if in_place:
             if is_strided:
@@ -968,11 +977,6 @@ def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0 and b.numel() > 0
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its memory holds its elements as they are, one after another."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
 def _flat_input(input: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
     """The input in logical order, as it is now: a copy if it is strided or shares memory with an output."""
     flat = input.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -982,7 +986,7 @@ def _flat_input(input: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
 def _flat_output(output: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
     """A flat tensor to fill, and what brings it into a strided output afterwards."""
     target = output.detach()
-    if _is_plain(target):
+    if is_plain(target):
         return target.reshape(-1), nothing
     flat = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
     return flat, lambda: _scatter_back(target, flat)
@@ -1020,14 +1024,15 @@ def _to_the_host(flat: torch.Tensor, device: Device, exchange: Exchange) -> Call
     copy, dtype = device.copy_of_callers(flat), flat.dtype
 
     def lay_out(call: Call) -> None:
-        deadline = time.monotonic() + exchange.policy.timeout_s
+        began = time.monotonic()
+        deadline = began + exchange.policy.timeout_s
         with device.attached():
             while not copy.query():
                 if exchange.broken is not None:
                     raise again(exchange.broken)
                 if exchange.leaving or time.monotonic() > deadline:
                     raise exchange.transport_failed("send from a device", RuntimeError("timed out"), [exchange.rank])
-                time.sleep(_NAP_S)
+                time.sleep(nap_s(time.monotonic() - began))
         call.sends = [copy.tensor().view(dtype)]
 
     return lay_out

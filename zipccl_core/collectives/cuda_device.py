@@ -452,11 +452,8 @@ def connect_within(timeout_s: float, exchange: Exchange, connect: Callable[[], N
             time.sleep(_CONNECT_NAP_S)
     _connecting.remove(thread)
     if failures:
-        until = time.monotonic() + _NEWS_S
-        while not lost and time.monotonic() < until:  # NCCL may hear sooner than we that a rank is gone
-            time.sleep(_CONNECT_NAP_S)
-        if lost:
-            raise exchange.transport_failed(what, failures[0], lost[:1])
+        if gone := exchange.first_lost(_NEWS_S):  # NCCL may hear of it sooner than we
+            raise exchange.transport_failed(what, failures[0], gone)
         text = " ".join((str(failures[0]) or type(failures[0]).__name__).split())
         told = (
             f"{what}: rank {exchange.rank} of {exchange.size} failed: {text}; every rank needs a GPU of its own, and a "

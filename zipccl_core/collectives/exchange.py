@@ -920,14 +920,14 @@ class Exchange:
         published = self.board.published(_GRACE_S)
         if published is not None:
             return self._break(published)
-        ranks = self._first_lost() or ([exc.peer] if isinstance(exc, Disconnected) else ranks)
+        ranks = self.first_lost(_NEWS_S) or ([exc.peer] if isinstance(exc, Disconnected) else ranks)
         why = "" if self.board.gone else f": {exc}"  # without a store all say the same only if none says its own ports
         text = f"{what}: lost the connection while waiting for {_names(ranks)}{why}; see whether it died"
         return self.give_up(PeerError(text), exc)
 
-    def _first_lost(self) -> list[int]:
-        """The peer whose connection was lost first, if its listener knows already: others have only followed it."""
-        until = time.monotonic() + _NEWS_S
+    def first_lost(self, within_s: float) -> list[int]:
+        """The peer whose connection was lost first, if its listener knows within_s: others have only followed it."""
+        until = time.monotonic() + within_s
         while not self.transport.lost and time.monotonic() < until:
             time.sleep(_NEWS_NAP_S)
         return self.transport.lost[:1]

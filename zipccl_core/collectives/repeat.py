@@ -70,7 +70,7 @@ class Memory:
             return None
         known = self._known.get(_key(operation, output, input, more))
         if known is None or not output.is_contiguous() or output.is_neg() or output.requires_grad:
-            return None  # torch would add a hook to it at each call
+            return None  # see is_plain; torch would add a hook to what requires grad at each call
         if output is not input:
             if not input.is_contiguous() or input.is_neg():
                 return None
@@ -86,10 +86,10 @@ class Memory:
         Args:
             more: as for find; UNREPEATABLE if no other call is like this one.
         """
-        plain = type(output) is Tensor and type(input) is Tensor and not output.dtype.is_complex
-        if not plain or more is UNREPEATABLE or input.numel() <= 1:
+        of_torch = type(output) is Tensor and type(input) is Tensor and not output.dtype.is_complex
+        if not of_torch or more is UNREPEATABLE or input.numel() <= 1:
             return  # one element counts as contiguous, whatever it is a view of
-        if not (output.is_contiguous() and input.is_contiguous()) or output.is_neg() or input.is_neg():
+        if not (is_plain(output) and is_plain(input)):
             return
         self._known.pop(_key(operation, output, input, more), None)  # so that the oldest is the first
         while len(self._known) >= MOST:
@@ -106,6 +106,11 @@ def _key(operation: str, output: Tensor, input: Tensor, more: Any) -> Key:
         return operation, output.shape, output.dtype, output.get_device(), more
     where = output.get_device(), input.get_device()
     return operation, output.shape, input.shape, output.dtype, input.dtype, where, more
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether its memory holds its elements as they are, one after another: torch may negate or conjugate later."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def overlaps(output: Tensor, output_bytes: int, input: Tensor, input_bytes: int, in_place_at: int | None) -> bool:
@@ -134,7 +139,7 @@ def terms_of(flat: Tensor, size: int, direct: bool) -> list[Tensor]:
     return [flat[min(r * width, n) : min((r + 1) * width, n)] for r in range(size)]
 
 
-Place = tuple[UntypedStorage, int]
+Place = tuple[UntypedStorage, int | torch.SymInt]
 """Where the elements of a tensor are: from which one of a storage on."""
 
 
@@ -185,7 +190,7 @@ class Alike:
 
 
 def _place(tensor: Tensor) -> Place:
-    return tensor.untyped_storage(), tensor.storage_offset()  # type: ignore[return-value]
+    return tensor.untyped_storage(), tensor.storage_offset()
 
 
 def gathering(output: Tensor, input: Tensor, size: int) -> Alike:
