@@ -44,6 +44,7 @@ import os
 import pickle
 import shlex
 import signal
+import socket
 import sys
 import threading
 import time
@@ -427,7 +428,10 @@ class World:
         self.gpu, self._backend = None, BACKENDS["gloo"]
         if on_cuda or self.subject.capabilities.gpu:
             gpus, local_ranks = torch.cuda.device_count(), int(os.environ["LOCAL_WORLD_SIZE"])
-            self._backend = BACKENDS[backend_of(option.backend, local_ranks, gpus)]
+            backend = backend_of(option.backend, local_ranks, gpus)
+            if backend == "nccl" and local_ranks > gpus:
+                stand_as_own_host(ranked.rank)
+            self._backend = BACKENDS[backend]
             self.gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
         self.device = self.gpu if on_cuda and self.gpu is not None else torch.device("cpu")
         self.group: dist.ProcessGroup
@@ -694,7 +698,12 @@ def backend_of(choice: str, local_ranks: int, gpus: int) -> str:
         )
     if choice != "auto":
         return choice
-    return "nccl" if local_ranks <= gpus else "gloo"  # NCCL takes no two ranks on one GPU
+    return "nccl" if local_ranks <= gpus else "gloo"  # of one host NCCL takes no two ranks on a GPU
+
+
+def stand_as_own_host(rank: int) -> None:
+    """Make this rank a host of its own for NCCL, which then lets it share a GPU and reaches it over sockets."""
+    os.environ["NCCL_HOSTID"] = f"{socket.gethostname()}, rank {rank}"
 
 
 def example_seed(config: pytest.Config) -> int:

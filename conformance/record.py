@@ -253,19 +253,23 @@ class Link:
     """One way between GPUs, and how it is chosen.
 
     Attributes:
-        ranks_a_gpu: with more than one, groups are gloo's: NCCL takes no two ranks on a GPU.
+        ranks_a_gpu: with more than one, groups are gloo's or, if backend says so, NCCL's with each rank as a host.
+        backend: as --backend of the judge.
         env: what leaves NCCL no other way.
     """
 
     name: str
     ranks_a_gpu: int = 1
+    backend: str = "auto"
     env: Mapping[str, str] = field(default_factory=dict)
 
 
+OVER_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
 LINKS = (
     Link("nvlink"),
     Link("host memory", env={"NCCL_P2P_DISABLE": "1"}),
-    Link("sockets", env={"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}),
+    Link("sockets", env=OVER_SOCKETS),
+    Link("sockets, two ranks a GPU", ranks_a_gpu=2, backend="nccl", env=OVER_SOCKETS),
     Link("gloo, two ranks a GPU", ranks_a_gpu=2),
 )
 
@@ -405,10 +409,11 @@ def run_link(
 ) -> dict[str, Any]:
     """The selection over one link: the suites on mirrors, and what needs tensors on the device."""
     ranks = gpus * link.ranks_a_gpu
-    gpu_tests = "conformance/test_gpu.py"
+    gpu_tests, backend = "conformance/test_gpu.py", ["--backend", link.backend]
+    suites = ["conformance", "-m", "gpu", f"--ignore={gpu_tests}", *backend]
     parts = [
-        run_part(SUITES, ["conformance", "-m", "gpu", f"--ignore={gpu_tests}"], ranks, link.env, run, subject),
-        run_part(ON_DEVICE, [gpu_tests, "--device", device], ranks, link.env, run, subject),
+        run_part(SUITES, suites, ranks, link.env, run, subject),
+        run_part(ON_DEVICE, [gpu_tests, "--device", device, *backend], ranks, link.env, run, subject),
     ]
     counts: Counter[str] = sum((Counter(part["counts"]) for part in parts), Counter())
     return {

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from conformance.exercise import FURTHER, OPERATIONS, Issued, inputs_of_all, issue, needs, supported
@@ -74,6 +75,8 @@ def test_a_work_dropped_without_wait_finishes_all_the_same(world, mode, operatio
     call.work = None
     gc.collect()
     comm.barrier()  # calls of one Communicator finish in order
+    if world.device.type == "cuda":
+        torch.cuda.synchronize()  # the barrier is the ranks', not their devices'
     call.check()
     start(world, comm, operation, 2).finish()
 

@@ -90,7 +90,7 @@ def test_a_record_of_these_sources_passes_and_is_told_in_a_line(core):
     assert record.collectives_problems() == []
     assert record.main(["--check", "--nightly"]) == 0
     assert "of these sources: 2 × NVIDIA H999" in record.collectives_line()
-    assert "16 passed" in record.collectives_line()
+    assert "20 passed" in record.collectives_line()
 
 
 HASHED = (
@@ -156,6 +156,7 @@ def test_each_link_is_forced_and_multicast_is_off_in_all(core):
         assert env == {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", **link.env}
         assert command[command.index("--world-size") + 1] == str(2 * link.ranks_a_gpu)
         assert command[command.index("--subject") + 1] == "zipccl_gpu"
+        assert command[command.index("--backend") + 1] == link.backend
     mirrored, on_device = (command for command, _ in machine.asked[:2])
     assert mirrored[mirrored.index("-m", 3) + 1] == "gpu"
     assert "--device" not in mirrored

@@ -121,17 +121,20 @@ class MirrorWork:
     Args:
         inner: the Work on the device.
         outputs: what it writes to.
+        in_order: it is over on the host when a later one in order is; its device may still be at work then.
         over: called when a wait has returned.
     """
 
-    def __init__(self, inner: Any, outputs: list[Mirrored], over: Callable[[MirrorWork], None]) -> None:
-        self._inner, self._outputs, self._over = inner, outputs, over
+    def __init__(
+        self, inner: Any, outputs: list[Mirrored], in_order: bool, over: Callable[[MirrorWork | None, bool], None]
+    ) -> None:
+        self._inner, self._outputs, self.in_order, self._over = inner, outputs, in_order, over
         self._lock = threading.Lock()
 
     def wait(self, *timeout: Any) -> Any:
         """The Work's wait; then the outputs are on the host."""
         returned = self._inner.wait(*timeout)
-        self._over(self)
+        self._over(self, self.in_order)
         self.bring_back()
         return returned
 
@@ -143,8 +146,8 @@ class MirrorWork:
                 mirrored.bring_back()
 
     def bring_back_unasked(self) -> None:
-        """The same for a Work that is over and that nobody has waited for; nothing if it failed."""
-        if self._inner.is_success():
+        """The same for a Work that is over on the host and that nobody has waited for; nothing if it failed."""
+        if self._inner.exception() is None:
             self._inner.wait()
             self.bring_back()
 
@@ -167,6 +170,8 @@ WRITES_TO: dict[str, tuple[int, str]] = {
     "irecv": (0, "tensor"),
 }
 """Operation → position and name of the argument that it writes to; no name if it writes to none."""
+MESSAGES = {"send", "isend", "recv", "irecv"}
+"""They stand in no order with collectives."""
 
 
 class MirrorCommunicator:
@@ -191,13 +196,13 @@ class MirrorCommunicator:
         return getattr(self._inner, name)
 
     def barrier(self, async_op: bool = False) -> Any:
-        return self._called(self._inner.barrier(async_op=async_op), [])
+        return self._called(self._inner.barrier(async_op=async_op), [], in_order=True)
 
     def batch_isend_irecv(self, p2p_op_list: Sequence[dist.P2POp]) -> list[Any]:
         mirror = Mirror(self._device)
         works = self._inner.batch_isend_irecv(mirror.of(p2p_op_list))
         outputs = [mirror.behind(op.tensor) if op.op is dist.irecv else [] for op in p2p_op_list]
-        return [self._called(work, mine) for work, mine in zip(works, outputs, strict=True)]
+        return [self._called(work, mine, in_order=False) for work, mine in zip(works, outputs, strict=True)]
 
     def close(self) -> None:
         """The inner close, which ends every call."""
@@ -215,23 +220,27 @@ class MirrorCommunicator:
         if not hasattr(returned, "wait"):
             for mirrored in mirror.all:  # inputs too: a write to one is seen
                 mirrored.bring_back()
-        return self._called(returned, outputs)
+        return self._called(returned, outputs, operation not in MESSAGES)
 
-    def _called(self, returned: Any, outputs: list[Mirrored]) -> Any:
+    def _called(self, returned: Any, outputs: list[Mirrored], in_order: bool) -> Any:
         """What a call gives back to the judge: its Work, or what it returned when it was over."""
         if not hasattr(returned, "wait"):
-            self._settle(None)
+            self._settle(None, in_order)
             return returned
-        work = MirrorWork(returned, outputs, self._settle)
+        work = MirrorWork(returned, outputs, in_order, self._settle)
         with self._lock:
             self._open.append(work)
         return work
 
-    def _settle(self, last: MirrorWork | None) -> None:
-        """`last` is over (None: a call after all of them): what was issued before it is too, and is brought back."""
+    def _settle(self, last: MirrorWork | None, in_order: bool) -> None:
+        """`last` is over (None: a call after all of them): so is what was issued before it in order, and may be others.
+
+        They are brought back; those in order are waited for, since the device may still be at work for them.
+        """
         with self._lock:
             end = len(self._open) if last is None else self._open.index(last) + 1 if last in self._open else 0
-            over = [work for work in self._open[:end] if work is last or work.is_completed()]
+            before = self._open[:end]
+            over = [w for w in before if w is last or (in_order and w.in_order) or w.is_completed()]
             self._open = [work for work in self._open if work not in over]
         for work in over:
             if work is not last:
