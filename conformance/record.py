@@ -1,7 +1,7 @@
 """Records of GPU runs: what ran on which GPU, with what verdicts, and a hash of the sources that ran.
 
     python -m conformance.record --out conformance/records    on a machine with a GPU: runs the suites, writes a record
-    python -m conformance.record --collectives                on one with two or more: the selection -m gpu
+    python -m conformance.record --collectives                on its GPUs: the selection -m gpu, link by link
     python -m conformance.record --check                      anywhere: is the record of these sources?
     python -m conformance.record --check --nightly            that of the collectives too
 
@@ -240,6 +240,8 @@ CORE = ROOT / "zipccl_core"
 COLLECTIVES_SUBJECT = "zipccl_gpu"
 ALWAYS_ENV = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 LEAST_GPUS = 2
+"""Of a whole record: on one GPU there are only the links on which ranks share GPUs."""
+SHARING_RANKS = 4
 LIMIT_S = 420.0
 GROUP_TIMEOUT_S = 30.0
 END_S = 60.0
@@ -253,15 +255,23 @@ class Link:
     """One way between GPUs, and how it is chosen.
 
     Attributes:
-        ranks_a_gpu: with more than one, groups are gloo's or, if backend says so, NCCL's with each rank as a host.
+        shares: ranks share GPUs; groups are gloo's or, if backend says so, NCCL's with each rank as a host.
         backend: as --backend of the judge.
         env: what leaves NCCL no other way.
     """
 
     name: str
-    ranks_a_gpu: int = 1
+    shares: bool = False
     backend: str = "auto"
     env: Mapping[str, str] = field(default_factory=dict)
+
+    def ranks(self, gpus: int) -> int:
+        """How many run on a machine with so many GPUs."""
+        return max(2 * gpus, SHARING_RANKS) if self.shares else gpus
+
+    def runs_on(self, gpus: int) -> bool:
+        """Whether a machine with so many GPUs has it."""
+        return gpus >= (1 if self.shares else LEAST_GPUS)
 
 
 OVER_SOCKETS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
@@ -269,8 +279,8 @@ LINKS = (
     Link("nvlink"),
     Link("host memory", env={"NCCL_P2P_DISABLE": "1"}),
     Link("sockets", env=OVER_SOCKETS),
-    Link("sockets, two ranks a GPU", ranks_a_gpu=2, backend="nccl", env=OVER_SOCKETS),
-    Link("gloo, two ranks a GPU", ranks_a_gpu=2),
+    Link("sockets, shared GPUs", shares=True, backend="nccl", env=OVER_SOCKETS),
+    Link("gloo, shared GPUs", shares=True),
 )
 
 Runner = Callable[[list[str], dict[str, str], float], tuple[int | None, str]]
@@ -287,22 +297,22 @@ def collectives_sha256() -> str:
 
 def collectives_problems() -> list[str]:
     """What is wrong with the records of collectives: none, stale, a link that did not run or pass. Empty if well."""
-    found = sorted(RECORDS.glob("collectives_*.json"))
-    if not found:
-        return [
-            f"{RECORDS} has no collectives_*.json; run `python -m conformance.record --collectives` on a machine with "
-            f"{LEAST_GPUS} GPUs"
-        ]
+    found = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("collectives_*.json"))}
     wanted, wrong = collectives_sha256(), []
-    for path in found:
-        record = json.loads(path.read_text(encoding="utf-8"))
+    if not any(record["machine"]["gpus"] >= LEAST_GPUS for record in found.values()):
+        wrong.append(
+            f"{RECORDS} has no collectives_*.json of a machine with {LEAST_GPUS} GPUs; run "
+            "`python -m conformance.record --collectives` on one"
+        )
+    for path, record in found.items():
         if record["sources_sha256"] != wanted:
             wrong.append(
                 f"{path.name}: ran with sources {record['sources_sha256'][:12]}, they are {wanted[:12]} now; run "
                 "`python -m conformance.record --collectives` on GPUs again, and commit what it writes"
             )
         links = {link["name"]: link for link in record["links"]}
-        wrong += [f"{path.name}: {link.name} did not run" for link in LINKS if link.name not in links]
+        there = [link.name for link in LINKS if link.runs_on(record["machine"]["gpus"])]
+        wrong += [f"{path.name}: {name} did not run" for name in there if name not in links]
         for name, link in links.items():
             if link["verdict"] != "PASS":
                 tests = ", ".join(t["test"] for t in link["not_passed"][:3])
@@ -408,7 +418,7 @@ def run_link(
     link: Link, gpus: int, run: Runner, subject: str = COLLECTIVES_SUBJECT, device: str = "cuda"
 ) -> dict[str, Any]:
     """The selection over one link: the suites on mirrors, and what needs tensors on the device."""
-    ranks = gpus * link.ranks_a_gpu
+    ranks = link.ranks(gpus)
     gpu_tests, backend = "conformance/test_gpu.py", ["--backend", link.backend]
     suites = ["conformance", "-m", "gpu", f"--ignore={gpu_tests}", *backend]
     parts = [
@@ -451,7 +461,7 @@ def write_collectives(
     there: Mapping[str, Any] | None = None,
     **how: str,
 ) -> tuple[Path, bool]:
-    """Run the selection over each link and write collectives_<gpu>x<n>.json; (its path, whether all passed).
+    """Run the selection over each link there is and write collectives_<gpu>x<n>.json; (its path, whether all passed).
 
     The record is written after every link, so that a machine that goes away leaves what it has done; links that the
     record has by then, of the same machine and sources, are kept: others may run at the same time.
@@ -462,11 +472,14 @@ def write_collectives(
         how: subject and device, for run_link.
 
     Raises:
-        RecordError: there are too few GPUs, or as machine_of_collectives().
+        RecordError: no link runs on so few GPUs, or as machine_of_collectives().
     """
     there = machine_of_collectives() if there is None else there
-    if there["gpus"] < LEAST_GPUS:
-        raise RecordError(f"--collectives: wanted {LEAST_GPUS} GPUs or more, found {there['gpus']}")
+    named, links = list(links), [link for link in links if link.runs_on(there["gpus"])]
+    if missing := [link.name for link in named if link not in links]:
+        print(f"record: not on {there['gpus']} GPU, and so left out: {'; '.join(missing)}", file=sys.stderr)
+    if not links:
+        raise RecordError(f"--collectives: these links want {LEAST_GPUS} GPUs or more, found {there['gpus']}")
     # Kernels are compiled ahead: in a test, that would be a rank that does not come.
     warmed, output = run([sys.executable, "-m", "zipccl_core.cli", "doctor", "--warm"], {}, LIMIT_S)
     if warmed != 0:

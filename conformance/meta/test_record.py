@@ -154,7 +154,7 @@ def test_each_link_is_forced_and_multicast_is_off_in_all(core):
     assert len(machine.asked) == 2 * len(record.LINKS)
     for (command, env), link in zip(machine.asked, [x for x in record.LINKS for _ in (0, 1)], strict=True):
         assert env == {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", **link.env}
-        assert command[command.index("--world-size") + 1] == str(2 * link.ranks_a_gpu)
+        assert command[command.index("--world-size") + 1] == ("4" if "shared" in link.name else "2")
         assert command[command.index("--subject") + 1] == "zipccl_gpu"
         assert command[command.index("--backend") + 1] == link.backend
     mirrored, on_device = (command for command, _ in machine.asked[:2])
@@ -223,9 +223,27 @@ def test_what_ran_is_written_although_the_machine_goes_away(core):
     assert [link["name"] for link in told["links"]] == ["nvlink"]
 
 
-def test_one_gpu_is_too_few(core):
-    with pytest.raises(record.RecordError, match="wanted 2 GPUs or more, found 1"):
-        record.write_collectives(record.RECORDS, run=Machine(), there={**MACHINE, "gpus": 1})
+def test_on_one_gpu_there_are_the_links_of_ranks_that_share_it_and_others_are_too_much(core, capsys):
+    one, machine = {**MACHINE, "gpus": 1}, Machine()
+    path, passed = record.write_collectives(record.RECORDS, run=machine, there=one)
+    assert (path.name, passed) == ("collectives_h999x1.json", True)
+    assert "left out: nvlink; host memory; sockets\n" in capsys.readouterr().err
+    assert {command[command.index("--world-size") + 1] for command, _ in machine.asked} == {"4"}
+    assert [link["name"] for link in json.loads(path.read_text())["links"]] == [
+        "sockets, shared GPUs",
+        "gloo, shared GPUs",
+    ]
+    [wrong] = record.collectives_problems()
+    assert "has no collectives_*.json of a machine with 2 GPUs" in wrong
+    write(Machine())
+    assert record.collectives_problems() == []
+    with pytest.raises(record.RecordError, match="want 2 GPUs or more, found 1"):
+        record.write_collectives(record.RECORDS, record.LINKS[:1], Machine(), one)
+
+
+@pytest.mark.parametrize("gpus, alone, sharing", [(2, 2, 4), (3, 3, 6), (8, 8, 16)])
+def test_as_many_ranks_as_gpus_or_twice_as_many(gpus, alone, sharing):
+    assert {link.ranks(gpus) for link in record.LINKS} == {alone, sharing}
 
 
 def test_an_unknown_link_is_refused(core, capsys):
