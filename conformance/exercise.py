@@ -97,6 +97,12 @@ class Issued:
             self.work.wait()
         self.check()
 
+    def check_dropped(self) -> None:
+        """Check a call whose Work was dropped, behind a barrier, where the ranks have met and their devices may not."""
+        if self.outs and self.outs[0].tensor.device.type == "cuda":
+            torch.cuda.synchronize()
+        self.check()
+
     def check(self) -> None:
         """Check without waiting: the caller knows by other means that the call is done."""
         begin = 0

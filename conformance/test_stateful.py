@@ -149,7 +149,7 @@ class Player:
         elif where in self.communicators:
             self.communicators[where].barrier()
             for issued in self.dropped.pop(where, []):  # calls of one Communicator finish in order
-                issued.check()
+                issued.check_dropped()
 
     def do_late(self, late: int) -> None:
         if self._chosen(late):
