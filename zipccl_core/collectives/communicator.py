@@ -556,7 +556,7 @@ class Communicator:
     # Meeting and parting
 
     def barrier(self, async_op: bool = False) -> Work | None:
-        """Return once every rank has come here.
+        """Return once every rank has come here; devices may still be at what was queued before.
 
         Returns, raises:
             As all_gather_into_tensor.
