@@ -329,7 +329,9 @@ def collectives_line() -> str:
     for path in found:
         record = json.loads(path.read_text(encoding="utf-8"))
         there, passed = record["machine"], sum(link["counts"].get("PASS", 0) for link in record["links"])
-        told.append(f"{there['gpus']} × {there['gpu']} on {record['date']}, {passed} passed")
+        sound = not any(line.startswith(f"{path.name}:") for line in wrong)
+        of_these = " of these sources" if wrong and sound else ""
+        told.append(f"{there['gpus']} × {there['gpu']} on {record['date']}, {passed} passed{of_these}")
     state = (
         "STALE or not all passed, see `python -m conformance.record --check --nightly`" if wrong else "of these sources"
     )

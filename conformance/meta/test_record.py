@@ -235,6 +235,9 @@ def test_on_one_gpu_there_are_the_links_of_ranks_that_share_it_and_others_are_to
     ]
     [wrong] = record.collectives_problems()
     assert "has no collectives_*.json of a machine with 2 GPUs" in wrong
+    assert "STALE or not all passed" in (line := record.collectives_line())
+    assert "1 × NVIDIA H999" in line
+    assert line.endswith("8 passed of these sources")
     write(Machine())
     assert record.collectives_problems() == []
     with pytest.raises(record.RecordError, match="want 2 GPUs or more, found 1"):
