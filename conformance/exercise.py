@@ -99,8 +99,8 @@ class Issued:
 
     def check_dropped(self) -> None:
         """Check a call whose Work was dropped, behind a barrier, where the ranks have met and their devices may not."""
-        if self.outs and self.outs[0].tensor.device.type == "cuda":
-            torch.cuda.synchronize()
+        if self.outs:
+            synchronize(self.outs[0].tensor.device)
         self.check()
 
     def check(self) -> None:
@@ -111,6 +111,12 @@ class Issued:
             name = f"{self._what}, output {i}" if len(self.outs) > 1 else self._what
             check_output(out, self._want[begin : begin + n], name)
             begin += n
+
+
+def synchronize(device: torch.device) -> None:
+    """The host waits for the whole device."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def loaded(array: np.ndarray, dtype: torch.dtype, device: torch.device, offset: int = 1) -> Poisoned:

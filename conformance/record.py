@@ -297,14 +297,22 @@ def collectives_sha256() -> str:
 
 def collectives_problems() -> list[str]:
     """What is wrong with the records of collectives: none, stale, a link that did not run or pass. Empty if well."""
-    found = {path: json.loads(path.read_text(encoding="utf-8")) for path in sorted(RECORDS.glob("collectives_*.json"))}
-    wanted, wrong = collectives_sha256(), []
-    if not any(record["machine"]["gpus"] >= LEAST_GPUS for record in found.values()):
-        wrong.append(
-            f"{RECORDS} has no collectives_*.json of a machine with {LEAST_GPUS} GPUs; run "
-            "`python -m conformance.record --collectives` on one"
-        )
-    for path, record in found.items():
+    return _problems_of(_judged_records())
+
+
+def _problems_of(judged: list[tuple[dict[str, Any], list[str]]]) -> list[str]:
+    wrong = [problem for _, problems in judged for problem in problems]
+    if any(record["machine"]["gpus"] >= LEAST_GPUS for record, _ in judged):
+        return wrong
+    missing = f"{RECORDS} has no collectives_*.json of a machine with {LEAST_GPUS} GPUs"
+    return [f"{missing}; run `python -m conformance.record --collectives` on one", *wrong]
+
+
+def _judged_records() -> list[tuple[dict[str, Any], list[str]]]:
+    """Each record of collectives, and what is wrong with it."""
+    wanted, judged = collectives_sha256(), []
+    for path in sorted(RECORDS.glob("collectives_*.json")):
+        record, wrong = json.loads(path.read_text(encoding="utf-8")), []
         if record["sources_sha256"] != wanted:
             wrong.append(
                 f"{path.name}: ran with sources {record['sources_sha256'][:12]}, they are {wanted[:12]} now; run "
@@ -317,20 +325,18 @@ def collectives_problems() -> list[str]:
             if link["verdict"] != "PASS":
                 tests = ", ".join(t["test"] for t in link["not_passed"][:3])
                 wrong.append(f"{path.name}: {name}: {link['verdict']} ({tests or link['problems'][:1]})")
-    return wrong
+        judged.append((record, wrong))
+    return judged
 
 
 def collectives_line() -> str:
     """The records of collectives in one line, for the report of a run."""
-    found = sorted(RECORDS.glob("collectives_*.json"))
-    if not found:
+    if not (judged := _judged_records()):
         return "on GPUs: the collectives have no record of a run (python -m conformance.record --collectives)"
-    wrong, told = collectives_problems(), []
-    for path in found:
-        record = json.loads(path.read_text(encoding="utf-8"))
+    wrong, told = _problems_of(judged), []
+    for record, problems in judged:
         there, passed = record["machine"], sum(link["counts"].get("PASS", 0) for link in record["links"])
-        sound = not any(line.startswith(f"{path.name}:") for line in wrong)
-        of_these = " of these sources" if wrong and sound else ""
+        of_these = " of these sources" if wrong and not problems else ""
         told.append(f"{there['gpus']} × {there['gpu']} on {record['date']}, {passed} passed{of_these}")
     state = (
         "STALE or not all passed, see `python -m conformance.record --check --nightly`" if wrong else "of these sources"

@@ -33,6 +33,7 @@ from conformance.exercise import (
     issue,
     meet,
     supported,
+    synchronize,
     wanted,
 )
 from conformance.oracle import POISON_BYTE, Poisoned, check_output, poisoned, tensor_of
@@ -91,12 +92,6 @@ def spin(device: torch.device, ms: float) -> None:
     if device.type == "cuda":
         khz = getattr(torch.cuda.get_device_properties(device), "clock_rate", 1_500_000)
         torch.cuda._sleep(int(ms * khz))
-
-
-def synchronize(device: torch.device) -> None:
-    """The host waits for the whole device."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def there(world: World, array: np.ndarray) -> torch.Tensor:
