@@ -19,7 +19,7 @@ from . import straight
 from .board import Board, group_store
 from .call import Call, nothing
 from .cuda_device import has_nccl, pipeline_on_cuda
-from .device import Device
+from .device import MESSAGES, Device
 from .exchange import Exchange, Work, again, facts
 from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
@@ -200,19 +200,22 @@ class Communicator:
 
         def build() -> list[Call]:
             self._check_pair(output, input)
-            spec = reduce_spec(op)
+            spec, in_place_at = reduce_spec(op), -self._rank * _bytes(output)
             n = output.numel()
             if input.numel() != n * self._size:
                 raise InvalidArgument(
                     f"input must have {self._size} × {n} = {n * self._size} elements, got {input.numel()}"
                 )
-            flat_in = _flat_input(input, output)
+            ordered = not self._why_native(spec, output.dtype, _bytes(output), output.device.type)
+            in_place = ordered and is_plain(input) and is_plain(output)
+            in_place = in_place and input.data_ptr() == output.data_ptr() + in_place_at
+            flat_in = input.detach().reshape(-1) if in_place else _flat_input(input, output)
             flat_out, finish = _flat_output(output)
             shards = [flat_in.narrow(0, r * n, n) for r in range(self._size)]
-            call = self._reduction(spec, shards, flat_in, flat_out, finish)
-            if not call.native_reason:
-                self._note("reduce_scatter_tensor", output, input, more, reducing(output, input, self._size, spec))
-            return [call]
+            if ordered:
+                alike = reducing(output, input, self._size, spec)
+                self._note("reduce_scatter_tensor", output, input, more, alike, in_place_at)
+            return [self._reduction(spec, shards, flat_in, flat_out, finish)]
 
         if (found := self._straight_reduction(output, 1, op)) is not None:
             group, spec = found
@@ -224,6 +227,7 @@ class Communicator:
                 self._size - 1,
                 async_op,
                 more,
+                -self._rank * _bytes(output),
             )
         return self._issue("reduce_scatter_tensor", build, async_op)
 
@@ -747,10 +751,7 @@ class Communicator:
             start = known.start_async if async_op else known.start
             assert start is not None
             assert known.decision is not None
-            try:
-                work = start(output, input)
-            except Exception as exc:
-                raise straight.refusal(exchange, operation, exc) from exc
+            work = straight.guarded(exchange, operation, start, output, input)
             exchange.count_native(operation, known.sent_bytes, known.decision)
             if async_op:
                 work = straight.Begun(exchange, operation, work)
@@ -1008,9 +1009,10 @@ def _by_way_of_the_host(call: Call, target: torch.Tensor, device: Device) -> tup
     flat, issued = torch.empty(target.numel(), dtype=target.dtype, device="cpu"), device.now()
 
     def finish() -> None:
-        with device.attached(), device.on("decode"):
+        with device.attached(), device.on(MESSAGES):
             device.after(issued)
             device.to_device(target, flat.view(target.shape))
+            device.keep(target)
             call.on, call.finished = device, device.mark()
 
     return flat, finish

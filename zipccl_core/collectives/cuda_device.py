@@ -24,7 +24,7 @@ from ..codec.cuda.encode import launch_encode, scratch_bytes
 from ..codec.cuda.stats import launch_measure, measuring, samples_of
 from ..errors import InvalidArgument, PeerError, ZipcclError
 from ..frame import HEADER_BYTES, FrameHeader, n_blocks
-from .device import CALLERS, STREAMS, Event
+from .device import CALLERS, MESSAGES, STREAMS, Event
 from .exchange import Exchange
 from .link import GlooLink, Link, Nccl, NcclLink
 from .message import raw_view
@@ -173,10 +173,11 @@ class CudaDevice:
         self.key: Hashable = device.index
         # Streams of its own: what waits for a peer in a stream holds up all that is behind it, and were that another
         # Communicator's, two ranks could wait for each other.
-        self._lanes = jit.lend_lanes(device, len(STREAMS))
+        own = (*STREAMS, MESSAGES)
+        self._lanes = jit.lend_lanes(device, len(own))
         self._chosen = _Chosen()
         lanes = [*self._lanes, jit.default_lane(device)]
-        self._on = {name: _On(self._chosen, lane) for name, lane in zip((*STREAMS, CALLERS), lanes, strict=True)}
+        self._on = {name: _On(self._chosen, lane) for name, lane in zip((*own, CALLERS), lanes, strict=True)}
         self._attached = _Attached(device, self._lanes[0].device.context)
         self._current: dict[int, torch.cuda.Stream] = {}
         self._starts: dict[tuple[Any, ...], list[jit.Start]] = {}
@@ -260,6 +261,9 @@ class CudaDevice:
 
     def framework(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.stream(self.lane.torch_stream)
+
+    def keep(self, tensor: Tensor) -> None:
+        tensor.record_stream(self.lane.torch_stream)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         self.lane.copy(target.data_ptr(), source.data_ptr(), source.numel() * source.element_size())

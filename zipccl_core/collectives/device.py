@@ -23,6 +23,8 @@ _T = TypeVar("_T")
 
 STREAMS = ("encode", "move", "beside", "decode")
 """A Communicator's own; "beside" is the link's, for what moves at the same time as what the stream in use holds."""
+MESSAGES = "messages"
+"""Its own too, for messages between two ranks: they wait for what a caller's stream holds, and no collective may so."""
 CALLERS = "caller's"
 
 
@@ -55,8 +57,8 @@ class HostCopy(HostBytes, Protocol):
 
 
 class Device(Protocol):
-    """One device, for one Communicator. Used by the thread that carries calls through; `now`, `join` and
-    `copy_of_callers` by any.
+    """One device, for one Communicator. Used by the thread that carries calls through; `now`, `join`,
+    `copy_of_callers` and whatever goes to MESSAGES by any.
 
     Work goes to the stream chosen with `on`, in order; streams are not ordered among each other but by `after`.
 
@@ -94,7 +96,7 @@ class Device(Protocol):
         """Whether CALLERS is the calling thread's current stream of the framework: what goes there needs no order."""
 
     def on(self, stream: str) -> AbstractContextManager[None]:
-        """Everything within goes to this stream of STREAMS, or to CALLERS, if that can be used."""
+        """Everything within goes to this stream of STREAMS, to MESSAGES, or to CALLERS, if that can be used."""
 
     def share(self, shares: bool) -> None:
         """Whether kernels of the stream in use leave room, from now on, for those that move words meanwhile."""
@@ -113,6 +115,9 @@ class Device(Protocol):
 
     def framework(self) -> AbstractContextManager[object]:
         """Within, the framework's current stream is the stream in use, for who calls the framework without `run`."""
+
+    def keep(self, tensor: Tensor) -> None:
+        """Nobody else is given the memory of a tensor, if it is let go of, before the stream in use has come here."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy between contiguous tensors of as many bytes, on the device."""

@@ -42,6 +42,7 @@ from .message import Incoming, Message, Sent, dtype_text, encode_message
 from .pipeline import Pipeline
 from .seam import Seam
 from .transport import LEFT, Control, Disconnected, Transport, Watched, is_of_the_connection, let_others, nap_s
+from .watch import Watch
 from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
 
 log = logging.getLogger("zipccl")
@@ -174,6 +175,7 @@ class Exchange:
         self.thresholds: dict[str, int] = {}
         self.last_call: Call | None = None
         self.transport = Transport(board, rank, size, policy.timeout_s)
+        self.watch = Watch(lambda: bool(self.transport.lost), self._overdue)
         self._thread = threading.Thread(target=self._run, name="zipccl-progress", daemon=True)
         self._thread.start()
         _live.add(self)
@@ -308,7 +310,8 @@ class Exchange:
 
     def threads(self) -> list[threading.Thread]:
         """All threads that may wait in the backend."""
-        return [self._thread, *self.transport.listeners, *self.transport.watchers, *self.channel_threads]
+        own = [self._thread] if self.watch.thread is None else [self._thread, self.watch.thread]
+        return [*own, *self.transport.listeners, *self.transport.watchers, *self.channel_threads]
 
     # The progress thread
 
@@ -325,6 +328,7 @@ class Exchange:
                     pipeline.close()
                 except Exception:  # the peers must hear of the end, whatever becomes of the device
                     log.exception("rank %d: closing what is on a device", self.rank)
+        self.watch.stop()
         self.leaving = True
         self.transport.close()
 
@@ -925,6 +929,13 @@ class Exchange:
         text = f"{what}: lost the connection while waiting for {_names(ranks)}{why}; see whether it died"
         return self.give_up(PeerError(text), exc)
 
+    def _overdue(self, what: Any) -> None:
+        """Give up, since a call into the backend does not come back: that of a Call, or of an operation."""
+        if self.broken is None:
+            lost = self.transport.lost[:1]
+            trouble = RuntimeError("its connection is lost" if lost else "timed out")
+            self.transport_failed(title(what) if isinstance(what, Call) else what, trouble, lost or self.peers)
+
     def first_lost(self, within_s: float) -> list[int]:
         """The peer whose connection was lost first, if its listener knows within_s: others have only followed it."""
         until = time.monotonic() + within_s
@@ -964,7 +975,10 @@ class Exchange:
             reason = reason or "coding did not pay at this place; it is tried again later"
         elif not reason:
             largest = max([message.raw_bytes for message in sent], default=0)
-            reason = explain(self.policy, dtype_text(call.dtype) if call.dtype else "", coded, len(sent), largest)
+            dtype, measured = dtype_text(call.dtype) if call.dtype else "", self.thresholds.get(call.kind)
+            reason = explain(
+                self.policy, dtype, coded, len(sent), largest, measured if call.device in self.pipelines else None
+            )
         decision = Decision("compressed" if coded else "native", reason, call.operation, call.sequence)
         sent_natively = 0
         if call.native is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import logging
 import threading
@@ -23,6 +24,10 @@ log = logging.getLogger("zipccl")
 
 NCCL_GRACE_S = 60.0
 POST_S = 2.0
+ABORT_S = 2.0
+"""How long who gives up waits for NCCL to do so. A kernel that waits for a peer takes 60 ms to notice, each one that is
+queued, and a thousand may be."""
+_CONNECT_NAP_S = 0.001
 HALVED_BYTES = 16 << 20
 """From which size on a piece goes in two halves at once. Below, starting the second costs more than it saves."""
 _ALIGN_BYTES = 128
@@ -111,17 +116,32 @@ class NcclLink:
         self._group._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
         self._group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, self._backends[0])
         self._nccl = Nccl()
+        self._rank, self._size = rank, size
         self._device, self._index, self._stream = device, index, stream
         self._aborted = False
         self._lock = threading.Lock()
 
     def connect(self) -> None:
-        """Connect all ranks, before anything is posted; blocks for as long as one of them does not.
+        """Connect all ranks, each with each, before anything is posted; blocks for as long as one of them does not.
 
-        They must at once, and in the first post that could not be said: some may have nothing to send.
+        They must at once, and in the first post that could not be said: some may have nothing to send. NCCL connects
+        two ranks when they first exchange something, and waits there for the other.
         """
         for backend in self._backends:
             backend.eager_connect_single_device(self._index)
+        peers = [peer for peer in range(self._size) if peer != self._rank]
+        if not peers:
+            return
+        with self._device.attached(), self._device.on("move"):
+            rooms = [self._device.empty(_ALIGN_BYTES * self._size) for _ in range(2)]
+            sends, receives = ([Piece(peer, room[_ALIGN_BYTES * peer :][:1]) for peer in peers] for room in rooms)
+            for which in range(len(self._backends)):
+                self._nccl.exchange([(self._communicator(which), sends, receives, self._stream())])
+            done, deadline = self._device.mark(), time.monotonic() + NCCL_GRACE_S
+            while not done.query():
+                if time.monotonic() > deadline:
+                    raise dist.DistBackendError("timed out")
+                time.sleep(_CONNECT_NAP_S)
 
     def post(
         self, sends: Sequence[Piece], receives: Sequence[Piece], tag: int, deadline: float, in_order: bool = False
@@ -162,10 +182,8 @@ class NcclLink:
             aborts = [threading.Thread(target=_abort, args=(backend,), daemon=True) for backend in self._backends]
             for abort in aborts:
                 abort.start()
-            for abort in aborts:
-                abort.join(NCCL_GRACE_S)
-                if abort.is_alive():
-                    log.error("NCCL has not given up a communicator within %g s; end this process", NCCL_GRACE_S)
+            _aborting[:] = [*(thread for thread in _aborting if thread.is_alive()), *aborts]
+            _join(aborts, ABORT_S)
 
     def close(self) -> None:
         if self._end():
@@ -186,6 +204,22 @@ def _abort(backend: Any) -> None:
         backend.abort()
     except Exception:  # whoever gives up goes on with the rest
         log.exception("giving up a communicator of NCCL's")
+
+
+_aborting: list[threading.Thread] = []
+
+
+@atexit.register
+def _let_aborts_end() -> None:
+    """What comes back from NCCL while Python ends would abort the process."""
+    _join(_aborting, NCCL_GRACE_S)
+
+
+def _join(threads: list[threading.Thread], limit_s: float) -> None:
+    """Wait for threads, so long at most."""
+    deadline = time.monotonic() + limit_s
+    for thread in threads:
+        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def halves(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], list[Piece]]:

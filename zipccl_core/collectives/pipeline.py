@@ -29,7 +29,7 @@ from ..errors import CorruptFrame, PeerError, ZipcclError
 from ..frame import HEADER_BYTES
 from .buffers import CALLS_AT_ONCE, Buffer, Pool
 from .call import Call, Refused, data_tag, nothing, phase_range, title
-from .device import CALLERS, STREAMS, Device, Event, HostBytes
+from .device import CALLERS, MESSAGES, STREAMS, Device, Event, HostBytes
 from .link import Link, Piece, Posted
 from .message import raw_view
 from .plan import NO_MESSAGES, DeviceMessage, Plan, Planner
@@ -48,6 +48,9 @@ _SIZE_DIGEST_ESCAPES = struct.Struct(f"<16x3Q{HEADER_BYTES - 40}x")  # of a fram
 _users: Counter[Hashable] = Counter()
 """Device.key → pipelines of it that are not closed."""
 _users_lock = threading.RLock()
+
+
+_untouchable: list[object] = []
 
 
 def _count_users(key: Hashable, more: int) -> None:
@@ -93,6 +96,7 @@ class Pipeline:
         self._exchange, self.device, self.link = exchange, device, link
         self.pool = Pool(device.empty)
         self._in_flight: deque[_InFlight] = deque()
+        exchange.watch.start()
         _count_users(device.key, 1)
         self._leave = weakref.finalize(self, _count_users, device.key, -1)
         self._planner = Planner(exchange.policy, exchange.peers, exchange.codes_on_device, device, self.pool)
@@ -255,15 +259,17 @@ class Pipeline:
             self.link.close()
         with self.device.attached():
             is_quiet = self._is_quiet()
-        if is_quiet:  # else what the device may still touch lives on with this object
+        if is_quiet:
             self._in_flight.clear()
             self._abandoned.clear()
             self.device.release()
+        else:  # what the device may still touch must never be anybody else's
+            _untouchable.append((self._in_flight, self._abandoned, self.device))
         self.pool.close()
 
     def _is_quiet(self) -> bool:
         """Whether the device comes to the end of all streams; waits at most _QUIET_S."""
-        ends = self._ends(bool(self._in_flight or self._abandoned))
+        ends = self._ends(MESSAGES, *([CALLERS] if self._in_flight or self._abandoned else []))
         until = time.monotonic() + _QUIET_S
         while not all(end.query() for end in ends):
             if time.monotonic() > until:
@@ -271,10 +277,10 @@ class Pipeline:
             time.sleep(_QUIET_NAP_S)
         return True
 
-    def _ends(self, callers: bool) -> list[Event]:
-        """Events behind what all streams hold, and the caller's as well if so."""
+    def _ends(self, *more: str) -> list[Event]:
+        """Events behind what the streams of collectives hold, and more streams."""
         ends = []
-        for stream in (*STREAMS, CALLERS) if callers else STREAMS:
+        for stream in (*STREAMS, *more):
             with self.device.on(stream):
                 ends.append(self.device.mark())
         return ends
@@ -442,21 +448,27 @@ class Pipeline:
                 self._arrive(call, arrivals[arrived], deadline)
                 arrived += 1
 
+        def copy_own() -> None:
+            mine, own = call.sends[rank], call.receives[rank]
+            if own.numel() and own.data_ptr() != mine.data_ptr():
+                if not call.stream:
+                    device.after(begun[-1])  # it fills the device, and is in no hurry
+                device.copy(own, mine)
+
         with device.on(_stream(call, "decode")), phase_range(call, "decode"):
             if call.issued is not None and not call.stream:
                 device.after(call.issued)  # the outputs may still be read there
             self._exchange.reached("decode", call)
             if late is not None:
                 arrive(len(arrivals))
-            elif call.sends and call.native is None and call.target is None:
-                mine, own = call.sends[rank], call.receives[rank]
-                if own.numel() and own.data_ptr() != mine.data_ptr():
-                    if not call.stream:
-                        device.after(begun[-1])  # it fills the device, and is in no hurry
-                    device.copy(own, mine)
             make = self._decode_chunk if call.target is None else self._reduce_chunk
             count = plan.shape.incoming_chunks
+            copies = late is None and call.target is None and call.native is None and bool(call.sends)
+            if copies and count == 0:
+                copy_own()
             for index in range(max(count, call.target is not None)):
+                if copies and index + 1 == count:  # while the last chunk moves, and all others are decoded
+                    copy_own()
                 if late is None or index in late:
                     if incoming:
                         arrive(max(index + 1, arrived))
@@ -503,11 +515,14 @@ class Pipeline:
             if call.issued is not None:
                 self.device.after(call.issued)
             exchange.poll(self.device.mark().query, deadline, title(call), [exchange.rank])
+            exchange.watch.enter(call, deadline)
             try:
                 with self.device.framework():
                     exchange.run_native(call, self.link.group, deadline)
             except Refused as exc:
                 refused = exc
+            finally:
+                exchange.watch.leave()
         return exchange.share(call, refused, deadline)
 
     # Endings
@@ -556,17 +571,20 @@ class Pipeline:
         with self.device.on(_stream(call, "move")):
             for posted in arrivals:
                 self._arrive(call, posted, deadline)
-        for end in self._ends(call.stream == CALLERS):
+        for end in self._ends(*([CALLERS] if call.stream == CALLERS else [])):
             self._exchange.poll(end.query, deadline, title(call), self._exchange.peers)
         self._exchange.end_transfers(call, [], deadline)
 
     def _post(self, call: Call, out: list[Piece], into: list[Piece], deadline: float) -> Posted:
+        self._exchange.watch.enter(call, deadline)
         try:
             return self.link.post(out, into, data_tag(call), deadline, bool(call.stream))
         except RuntimeError as exc:
             if not is_of_the_connection(exc):  # this rank's own trouble: no memory, a device that fails
                 raise
             raise self._exchange.transport_failed(title(call), exc, _peers(out, into)) from exc
+        finally:
+            self._exchange.watch.leave()
 
     def _arrive(self, call: Call, posted: Posted, deadline: float) -> None:
         try:

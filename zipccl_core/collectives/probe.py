@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,8 @@ def probe(
 ) -> None:
     """Time calls of each kind, coded and not, until coding pays, and set the exchange's thresholds alike on all ranks.
 
-    Collective. Takes room for (ranks + 1) messages of the largest size probed, and lets it go.
+    Collective. Takes room for twice as many messages of the largest size probed as there are ranks, while they are made
+    for four times as many, and lets it go.
 
     Args:
         calls: (kind, out, words) → the Work of a call of that kind; out has ranks times the words of a message, and
@@ -59,8 +60,9 @@ def probe(
         pipeline.pool.close()
 
 
-def _sizes(least_bytes: int) -> Iterator[int]:
-    return (n for n in PROBED_BYTES if n >= least_bytes)
+def _sizes(least_bytes: int) -> Iterable[int]:
+    """Those that matter; the largest if smaller messages are never coded: from there on it is taken for the rest."""
+    return [n for n in PROBED_BYTES if n >= least_bytes] or PROBED_BYTES[-1:]
 
 
 def _time_us(exchange: Exchange, call: Callable[[], Any], device: torch.device) -> float:

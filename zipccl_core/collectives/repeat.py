@@ -35,7 +35,7 @@ class Known:
     Attributes:
         device: of the tensors.
         output_bytes, input_bytes: of the tensors.
-        in_place_at: where in the output the input may be, in bytes; None if nowhere.
+        in_place_at: where the input may lie, in bytes from the output's beginning; None if only elsewhere.
         start: (output, input) → the backend's Work, or None, if it goes straight to the backend and is waited for.
         start_async: the same if it is not waited for.
         alike: what makes the calls of one that is coded; else None.

@@ -6,6 +6,7 @@ is exchanged about them: they have the backend's guarantees only, and cost what 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,8 @@ from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[
 from ..errors import InvalidArgument, ZipcclError
 from ..policy.switch import Decision
 from .call import Call
-from .exchange import Exchange
+from .exchange import Exchange, again
+from .link import NCCL_GRACE_S
 from .message import raw_view
 from .reduce import ReduceSpec
 
@@ -47,7 +49,7 @@ def go_straight(
     exchange.check_open(call.operation)
     start = call.straight
     assert start is not None
-    call.straight = lambda: _guarded(exchange, call.operation, start)
+    call.straight = lambda: guarded(exchange, call.operation, start)
     follows = exchange.is_queuing() or (async_op and is_strided)
     work: Any = exchange.follow(call) if follows else call.straight()
     exchange.count_native(call.operation, sent_bytes, decision)
@@ -88,12 +90,19 @@ class Begun:
         return getattr(self._work, name)
 
 
-def _guarded(exchange: Exchange, operation: str, start: Callable[[], Any]) -> Any:
-    """What start gives, or an error of ours."""
+def guarded(exchange: Exchange, operation: str, start: Callable[..., Any], *tensors: Tensor) -> Any:
+    """What start gives, or an error of ours; one too if it does not come back, or only since all was given up."""
+    watch = exchange.watch
+    watch.enter(operation, time.monotonic() + exchange.policy.timeout_s + NCCL_GRACE_S)
     try:
-        return start()
+        work = start(*tensors)
     except Exception as exc:
         raise refusal(exchange, operation, exc) from exc
+    finally:
+        watch.leave()
+    if exchange.broken is not None:
+        raise again(exchange.broken)
+    return work
 
 
 def refusal(exchange: Exchange, operation: str, exc: Exception) -> Exception:

@@ -9,6 +9,7 @@ from typing import Literal
 from ..codebook import Codebook
 from ..errors import InvalidArgument
 from ..frame import DTYPES, align128, max_frame_bytes, static_bytes
+from .threshold import NEVER_BYTES
 
 COMPRESS = ("auto", "always", "never")
 CODEBOOKS = ("fitted", "gaussian")
@@ -31,7 +32,8 @@ class Policy:
             not coded use the backend's own sum, whose bits differ.
         verify: "wait" knows the verdict on every message before wait() returns; "late" returns as soon as this rank
             has its words, and a later call raises what was wrong, on all ranks: the next on the CPU, the next but one
-            on CUDA at the latest, and barrier and close in any case. "auto" is "wait" on the CPU and "late" on CUDA.
+            on CUDA at the latest, of those that are not left to the backend alone; and barrier and close in any case.
+            "auto" is "wait" on the CPU and "late" on CUDA.
         retransmit: with "wait", on the CPU, messages that came damaged are sent once more, uncoded, before it is an
             error.
         timeout_s: seconds a call waits for its peers before RankTimeout.
@@ -138,8 +140,14 @@ class Switch:
             pause.left = pause.length
 
 
-def explain(policy: Policy, dtype: str, coded: int, messages: int, largest_bytes: int) -> str:
-    """Why `coded` of `messages` messages, the largest of largest_bytes, were coded."""
+def explain(
+    policy: Policy, dtype: str, coded: int, messages: int, largest_bytes: int, measured_bytes: int | None = None
+) -> str:
+    """Why `coded` of `messages` messages, the largest of largest_bytes, were coded.
+
+    Args:
+        measured_bytes: from which size on coding was measured to pay; None if it was not.
+    """
     if dtype not in DTYPES:
         return f"{dtype} is not coded, only {' and '.join(sorted(DTYPES))} are"
     if messages == 0:
@@ -147,7 +155,13 @@ def explain(policy: Policy, dtype: str, coded: int, messages: int, largest_bytes
     if policy.compress != "auto":
         return f'compress="{policy.compress}"'
     few = f"{coded} of {messages} messages have" if 0 < coded < messages else f"a message of {largest_bytes} bytes has"
-    return f"{few} {'at least' if coded else 'less than'} min_bytes = {policy.min_bytes}"
+    if measured_bytes is None:
+        least = f"min_bytes = {policy.min_bytes}"
+    elif measured_bytes == NEVER_BYTES:
+        return "coding was measured not to pay on this link"
+    else:
+        least = f"the {measured_bytes} from which on coding was measured to pay on this link"
+    return f"{few} {'at least' if coded else 'less than'} {least}"
 
 
 def explain_straight(policy: Policy, dtype: str) -> str:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from zipccl_core import Policy
-from zipccl_core.collectives import chunks, straight
+from zipccl_core.collectives import chunks, communicator, straight
 from zipccl_core.collectives import probe as probe_module
 from zipccl_core.collectives.buffers import CALLS_AT_ONCE, Pool, size_class_bytes
 from zipccl_core.collectives.chunks import buffer_bytes, chunks_of
@@ -344,6 +344,47 @@ def test_a_message_behind_a_busy_stream_holds_up_nothing_else(make: Any) -> None
     assert same(out, data(500, 0))
 
 
+def test_a_message_into_what_a_busy_stream_has_holds_up_nothing_else(make: Any) -> None:
+    ranks = make(2, Policy(compress="always", timeout_s=5.0))
+    gate = Event()
+    ranks.devices[1].queued_ahead = gate
+    held = nothing(500)
+    receiving = ranks.comms[1].irecv(held, group_src=0)
+    ranks.devices[1].queued_ahead = None  # another stream of the caller's
+    assert ranks.comms[0].isend(data(500, 0), group_dst=1).wait(timedelta(seconds=4))
+
+    def run(rank: int) -> bool:
+        out = nothing(18000)
+        ranks.comms[rank].all_gather_into_tensor(out, data(9000, rank), async_op=True).wait()
+        return same(out, torch.cat([data(9000, r) for r in range(2)]))
+
+    assert ranks.each(run) == [True] * 2
+    assert same(held, nothing(500)), "what the stream holds ahead may still read it"
+    gate.done.set()
+    assert receiving.wait()
+    assert same(held, data(500, 0))
+
+
+def test_what_a_message_is_received_into_is_nobody_else_s_before_it_is_filled(make: Any) -> None:
+    ranks = make(2)
+    device, kept, gate = ranks.devices[1], list[bool](), Event()
+
+    def to_device(target: torch.Tensor, source: torch.Tensor) -> None:  # as CUDA: by address
+        memory = weakref.ref(target.untyped_storage())
+        device.stream.put(lambda: kept.append(memory() is not None))
+
+    device.to_device, device.queued_ahead = to_device, gate
+    target = nothing(500)
+    receiving = ranks.comms[1].irecv(target, group_src=0)
+    ranks.comms[0].send(data(500, 0), group_dst=1)
+    assert receiving._calls[0].done.wait(5)
+    del receiving, target
+    gc.collect()
+    gate.done.set()
+    ranks.each(lambda rank: ranks.comms[rank].close())
+    assert kept == [True]
+
+
 def test_a_message_that_waits_for_its_device_ends_with_the_communicator(make: Any) -> None:
     ranks = make(2, Policy(compress="always", timeout_s=20.0))
     gate = Event()
@@ -395,6 +436,44 @@ def test_one_rank_alone_sums_by_the_law_and_copies(make: Any) -> None:
     ranks.comms[0].all_gather_into_tensor(out, words)
     assert same(shard, summed([words]))
     assert same(out, words)
+
+
+@pytest.mark.parametrize("compress", ["always", "never"])
+def test_a_reduce_scatter_into_its_own_shard_copies_nothing_and_is_remembered(
+    make: Any, monkeypatch: pytest.MonkeyPatch, compress: Any
+) -> None:
+    ranks, n = make(3, Policy(compress=compress, timeout_s=20.0)), BLOCK_WORDS + 1
+    inputs = [data(3 * n, r) for r in range(3)]
+    copied: list[int] = []
+    flat_input = communicator._flat_input
+
+    def counted(input: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
+        flat = flat_input(input, *outputs)
+        copied.extend([flat.numel()] * (flat.data_ptr() != input.data_ptr()))
+        return flat
+
+    monkeypatch.setattr(communicator, "_flat_input", counted)
+    built = [0] * 3
+
+    def run(rank: int) -> list[bool]:
+        found, comm = [], ranks.comms[rank]
+        note = comm._note
+
+        def counted_note(*args: Any) -> None:
+            built[rank] += 1
+            note(*args)
+
+        comm._note = counted_note
+        for _ in range(2):
+            words, own = inputs[rank].clone(), slice(rank * n, (rank + 1) * n)
+            comm.reduce_scatter_tensor(words[own], words)
+            others = [torch.cat([w[: rank * n], w[(rank + 1) * n :]]) for w in (words, inputs[rank])]
+            found += [same(words[own], summed([term[own] for term in inputs])), same(*others)]
+        return found
+
+    assert ranks.each(run) == [[True] * 4] * 3
+    assert copied == []
+    assert built == [1] * 3, "the second is known"
 
 
 def test_premul_sum_has_its_factor_before_the_sum(make: Any) -> None:
@@ -1260,6 +1339,31 @@ def test_a_pipeline_may_be_made_while_another_is_settled(make: Any) -> None:
     assert ranks.each(lambda rank: ranks.comms[rank].barrier()) == [None] * 2
     for comm in ranks.comms:
         comm._exchange.pipelines.pop("other")
+
+
+@pytest.mark.parametrize(("coded_us", "threshold"), [(50.0, 1 << 20), (150.0, NEVER_BYTES)])
+def test_where_only_larger_messages_than_it_makes_are_coded_the_probe_decides_by_its_largest(
+    make: Any, monkeypatch: pytest.MonkeyPatch, coded_us: float, threshold: int
+) -> None:
+    ranks = make(2, Policy(compress="auto", min_bytes=1 << 20, timeout_s=20.0), link="straight")
+    monkeypatch.setattr(probe_module, "PROBED_BYTES", (1 << 12, 1 << 14))
+    monkeypatch.setattr(probe_module, "ROUNDS", 1)
+
+    def time_us(exchange: Any, call: Any, device: Any) -> float:
+        call().wait()
+        return coded_us if 0 in exchange.thresholds.values() else 100.0
+
+    monkeypatch.setattr(probe_module, "_time_us", time_us)
+
+    def run(rank: int) -> tuple[set[int], str]:
+        comm = ranks.comms[rank]
+        probe_module.probe(comm._exchange, comm._probed, comm._memory.clear, torch.device("cpu"))
+        comm.all_reduce(data(1 << 18, rank))
+        return set(comm._exchange.thresholds.values()), comm.last_decision.reason
+
+    pays = "a message of 524288 bytes has less than the 1048576 from which on coding was measured to pay on this link"
+    why = pays if threshold == 1 << 20 else "coding was measured not to pay on this link"
+    assert ranks.each(run) == [({threshold}, why)] * 2
 
 
 def test_the_probe_leaves_nothing_behind(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from zipccl_core import Codebook
 from zipccl_core.codec import exponent_histogram
 from zipccl_core.codec.cpu import decode_into, encode_into
-from zipccl_core.collectives.device import CALLERS, STREAMS
+from zipccl_core.collectives.device import CALLERS, MESSAGES, STREAMS
 from zipccl_core.collectives.link import Ordered, Piece
 from zipccl_core.collectives.message import patterns, raw_view
 from zipccl_core.collectives.reduce import ReduceSpec, ordered_sum
@@ -34,13 +34,20 @@ Row = FrameHeader | ZipcclError | None
 
 
 class Event:
+    """See zipccl_core.collectives.device.Event; `awaited` is set once a stream has come to where it waits for it."""
+
     def __init__(self, done: bool = False) -> None:
-        self.done = threading.Event()
+        self.done, self.awaited = threading.Event(), threading.Event()
         if done:
             self.done.set()
 
     def query(self) -> bool:
         return self.done.is_set()
+
+    def hold_up(self) -> None:
+        """What a stream does that waits for it."""
+        self.awaited.set()
+        self.done.wait(60)
 
 
 class Stream:
@@ -109,7 +116,7 @@ class ThreadDevice:
     """
 
     def __init__(self, pause_s: float = 0.0) -> None:
-        self.streams = {name: Stream(pause_s) for name in (*STREAMS, CALLERS, "link")}
+        self.streams = {name: Stream(pause_s) for name in (*STREAMS, MESSAGES, CALLERS, "link")}
         self.has_callers = False
         self.key: Hashable = self
         self._in_use = threading.local()
@@ -157,7 +164,7 @@ class ThreadDevice:
 
     def join(self, event: Event) -> None:
         if self.has_callers:
-            self.streams[CALLERS].put(lambda: event.done.wait(60))
+            self.streams[CALLERS].put(event.hold_up)
         else:
             assert event.done.wait(60), "the device never came to an event"
 
@@ -198,7 +205,7 @@ class ThreadDevice:
         return event
 
     def after(self, event: Event) -> None:
-        self.stream.put(lambda: event.done.wait(60))
+        self.stream.put(event.hold_up)
 
     def empty(self, n_bytes: int) -> Tensor:
         assert self._in_use.attached, "by a thread that does not work for this device"
@@ -208,11 +215,14 @@ class ThreadDevice:
     def run(self, work: Callable[[], object]) -> None:
         self.stream.put(work)
 
+    def keep(self, tensor: Tensor) -> None:
+        self.stream.put(lambda: tensor)
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         self.stream.put(lambda: target.copy_(source))
 
     def release(self) -> None:
-        self.released_busy = any(self.streams[name].busy for name in STREAMS)
+        self.released_busy = any(self.streams[name].busy for name in (*STREAMS, MESSAGES))
 
     def codebooks(self, words: Sequence[Tensor], kind: str | Codebook) -> list[list[Codebook]]:
         found: list[list[Codebook]] = [[] for _ in words]
