@@ -14,7 +14,7 @@ same tests in the same order, and:
         ...
         assert world.exchange(digest) == [...]
 
-A test with an argument `mode` runs once for each of the subject's modes.
+A test with an argument `mode` runs once for each of the subject's modes, or for what stands `instead`.
 
 What a subject does not claim is never called. A ranked test about an operation (its parameter `operation`, or the
 marker of that name) is UNSUPPORTED without it, and so is every test that asks a Communicator for an operation that is
@@ -124,6 +124,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "ends(*ranks): these ranks end within the test, as it means them to; the survivors' verdict counts",
         "limit_s(seconds): how long one rank may take, in place of --limit-s",
         "operation(name): the collective the test is about, for the report; UNSUPPORTED if it is not claimed",
+        "instead(**modes): mode=variant, which takes its place in the test if the subject claims it",
         "proves(*ids): the requirements of docs/CONFORMANCE.md that the test shows",
         "gpu: of the selection that is run on GPUs: -m gpu --subject zipccl_gpu, or --device cuda",
     ):
@@ -1162,7 +1163,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     given = [str(m.args[0]) for m in metafunc.definition.iter_markers("parametrize")]
     if "mode" in metafunc.fixturenames and not any("mode" in names.replace(",", " ").split() for names in given):
         warm = metafunc.config.option.warm
-        metafunc.parametrize("mode", ("",) if warm else _subject_of(metafunc.config).capabilities.modes)
+        metafunc.parametrize("mode", ("",) if warm else _modes_of(metafunc))
+
+
+def _modes_of(metafunc: pytest.Metafunc) -> list[str]:
+    capabilities = _subject_of(metafunc.config).capabilities
+    instead = {mode: v for m in metafunc.definition.iter_markers("instead") for mode, v in m.kwargs.items()}
+    variants = [instead.get(mode, mode) for mode in capabilities.modes]
+    return [v if v in capabilities.variants else m for m, v in zip(capabilities.modes, variants, strict=True)]
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

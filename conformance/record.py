@@ -258,12 +258,14 @@ class Link:
         shares: ranks share GPUs; groups are gloo's or, if backend says so, NCCL's with each rank as a host.
         backend: as --backend of the judge.
         env: what leaves NCCL no other way.
+        most_s: how long its selection may take.
     """
 
     name: str
     shares: bool = False
     backend: str = "auto"
     env: Mapping[str, str] = field(default_factory=dict)
+    most_s: float = 180.0
 
     def ranks(self, gpus: int) -> int:
         """How many run on a machine with so many GPUs."""
@@ -279,7 +281,7 @@ LINKS = (
     Link("nvlink"),
     Link("host memory", env={"NCCL_P2P_DISABLE": "1"}),
     Link("sockets", env=OVER_SOCKETS),
-    Link("sockets, shared GPUs", shares=True, backend="nccl", env=OVER_SOCKETS),
+    Link("sockets, shared GPUs", shares=True, backend="nccl", env=OVER_SOCKETS, most_s=300.0),  # kernels take turns
     Link("gloo, shared GPUs", shares=True),
 )
 
@@ -289,7 +291,8 @@ Runner = Callable[[list[str], dict[str, str], float], tuple[int | None, str]]
 def collectives_sha256() -> str:
     """One hash over what runs when a collective moves tensors between GPUs, by path, without comments."""
     folders = [*sorted((CORE / "collectives").glob("*.py")), *sorted((CORE / "policy").glob("*.py")), *_kernels()]
-    single = [CORE / "codec" / "__init__.py", CORE / "frame.py", CORE / "codebook.py"]
+    single = [CORE / "codec" / "__init__.py", CORE / "codec" / "cpu.py"]  # messages between two ranks are coded there
+    single += [CORE / name for name in ("codebook.py", "errors.py", "frame.py")]
     if not any(path.parent.name == "collectives" for path in folders):
         raise FileNotFoundError(f"record: no collectives in {CORE}; restore them from git")
     return _sha256((f"{path.parent.name}/{path.name}", path) for path in (*folders, *single))
@@ -321,7 +324,10 @@ def _judged_records() -> list[tuple[dict[str, Any], list[str]]]:
         links = {link["name"]: link for link in record["links"]}
         there = [link.name for link in LINKS if link.runs_on(record["machine"]["gpus"])]
         wrong += [f"{path.name}: {name} did not run" for name in there if name not in links]
+        most_s = {link.name: link.most_s for link in LINKS}
         for name, link in links.items():
+            if link["seconds"] > most_s.get(name, link["seconds"]):
+                wrong.append(f"{path.name}: {name} took {link['seconds']:g} s, and may take {most_s[name]:g}")
             if link["verdict"] != "PASS":
                 tests = ", ".join(t["test"] for t in link["not_passed"][:3])
                 wrong.append(f"{path.name}: {name}: {link['verdict']} ({tests or link['problems'][:1]})")

@@ -1,4 +1,7 @@
-"""Torch's own collectives with one defect each that conformance/test_gpu.py must find. Named by --subject."""
+"""Torch's own collectives, or our pipeline on a device made of threads, with one defect each that must be found.
+
+By conformance/test_gpu.py; named by --subject.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ import torch
 import torch.distributed as dist
 
 from conformance.subjects.torch_native import NativeCommunicator, TorchNative
+from conformance.subjects.zipccl import ZipcclCommunicator, ZipcclSubject
+from conformance.subjects.zipccl_pipeline import PipelineSubject
 
 KEPT_BYTES = 1 << 20
 
@@ -40,6 +45,19 @@ class _Spoilt(TorchNative):
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> NativeCommunicator:
         return self._kind(group)
+
+
+class _Unjoined(PipelineSubject):
+    """Whose wait() lets the current stream run ahead of the words."""
+
+    def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
+        made = super().communicator(group, mode=mode, timeout_s=timeout_s)
+        made.inner._exchange.pipelines["cpu"].device.join = lambda event: None  # type: ignore[method-assign]
+        return made
+
+
+def unjoined() -> ZipcclSubject:
+    return _Unjoined()
 
 
 def leaky() -> TorchNative:

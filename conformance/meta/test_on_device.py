@@ -251,6 +251,8 @@ def test_suites_pass_through_the_mirror_on_the_cpu(tmp_path):
         ("leaky", "test_memory_is_flat_over_a_thousand_mixed_calls"),
         ("beside", "test_an_input_made_just_before_the_call_is_sent_and_read_just_behind_the_wait"),
         ("beside", "test_buffers_are_used_again_behind_the_wait_without_synchronising"),
+        ("unjoined", "test_an_input_made_just_before_the_call_is_sent_and_read_just_behind_the_wait"),
+        ("unjoined", "test_buffers_are_used_again_behind_the_wait_without_synchronising[late-one_ahead]"),
     ],
 )
 def test_a_defect_is_found_on_a_cpu_too_by_the_tests_of_devices(defect, test, tmp_path):

@@ -96,6 +96,7 @@ def test_a_record_of_these_sources_passes_and_is_told_in_a_line(core):
 HASHED = (
     *("collectives/link.py", "collectives/communicator.py", "policy/switch.py", "codec/__init__.py"),
     *("codec/cuda/encode.py", "codec/cuda/layout.cuh", "codec/cuda/decode_reduce.cu", "frame.py", "codebook.py"),
+    *("codec/cpu.py", "errors.py"),
 )
 
 
@@ -126,7 +127,7 @@ def test_comments_docstrings_and_other_sources_leave_it_fresh(core):
         path.write_text(path.read_text() + comment)
     init = core / "codec" / "__init__.py"
     init.write_text(init.read_text().replace('"""', '"""Another word. ', 1))
-    (core / "codec" / "cpu.py").write_text("x = 1\n")
+    (core / "codec" / "reference.py").write_text("x = 1\n")
     assert record.collectives_problems() == []
 
 
@@ -141,6 +142,14 @@ def test_a_failure_and_a_link_that_did_not_run_are_problems(core):
         f"{link.name} did not run" for link in record.LINKS[2:]
     }
     assert "not all passed" in record.collectives_line()
+
+
+def test_a_link_that_took_too_long_is_a_problem(core):
+    told, _ = write(Machine())
+    [path] = record.RECORDS.glob("*.json")
+    told["links"][1]["seconds"] = record.LINKS[1].most_s + 1
+    path.write_text(json.dumps(told))
+    assert record.collectives_problems() == [f"{path.name}: host memory took 181 s, and may take 180"]
 
 
 # ------------------------------------------------------------------------------------------------- what is written

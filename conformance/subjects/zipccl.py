@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whole_prefix": {"compress": "always", "codebook": Codebook.gaussian(0.02), "prefix_percent": 100.0},
     "no_prefix": {"compress": "always", "codebook": Codebook.gaussian(0.02), "prefix_percent": 0.0},
     "auto": {"compress": "auto", "min_bytes": 4096},
+    "late": {"compress": "always", "verify": "late"},
 }
 
 

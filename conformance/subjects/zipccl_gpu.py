@@ -27,9 +27,11 @@ from conformance.subject import Codec, Subject
 from conformance.subjects.zipccl import MODES, VARIANTS, ZipcclCommunicator, ZipcclSubject
 from conformance.subjects.zipccl_cuda import DeviceCodec
 from zipccl_core import Communicator, Policy
-from zipccl_core.collectives import cuda_device, link
+from zipccl_core.collectives import communicator, cuda_device, link
 from zipccl_core.collectives.board import Board
+from zipccl_core.collectives.exchange import Exchange
 from zipccl_core.collectives.link import NcclLink
+from zipccl_core.collectives.probe import KINDS
 
 ALIGN_BYTES = 16
 HALVED_BYTES = 1 << 14
@@ -319,24 +321,22 @@ def _part() -> None:
 
 
 class _OnGpu(ZipcclSubject):
-    """zipccl_core with verdicts that are waited for, so that each call has its own.
-
-    Not claimed: "auto", which on a device measures from which size on coding pays, and so may never code what the judge
-    sends.
-    """
-
-    capabilities = dataclasses.replace(
-        ZipcclSubject.capabilities, variants=tuple(name for name in VARIANTS if name != "auto")
-    )
+    """zipccl_core with verdicts that are waited for, so that each call has its own, but in the variant "late"."""
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
-        policy = Policy(timeout_s=timeout_s, verify="wait", **(MODES | VARIANTS)[mode or "always"])
+        policy = Policy(timeout_s=timeout_s, **{"verify": "wait", **(MODES | VARIANTS)[mode or "always"]})
         _LentLink.members = tuple(dist.get_process_group_ranks(group))
         return ZipcclCommunicator(Communicator(group, policy))
 
 
+def _not_measured(exchange: Exchange, *args: Any) -> None:
+    """In the place of the probe: "auto" codes from min_bytes on, or what the judge sends might never be coded."""
+    exchange.thresholds.update(dict.fromkeys(KINDS, exchange.policy.min_bytes))
+
+
 def subject() -> MirrorSubject:
     """Named by --subject zipccl_gpu."""
+    communicator.probe = _not_measured  # type: ignore[attr-defined]
     cuda_device.NcclLink = _LentLink.lend  # type: ignore[assignment,misc]
     link.HALVED_BYTES = HALVED_BYTES
     return MirrorSubject(_OnGpu(), "cuda", "zipccl_gpu")

@@ -22,7 +22,8 @@ MOST_IN_ORDER_BYTES = 1 << 16  # so that calls of either kind are made: in one s
 
 
 class PipelineSubject(ZipcclSubject):
-    """zipccl_core, whose CPU tensors count as a device's; verdicts are waited for, so that each call has its own."""
+    """zipccl_core, whose CPU tensors count as a device's; verdicts are waited for, so that each call has its own,
+    but in the variant "late"."""
 
     name = "zipccl_pipeline"
     capabilities = dataclasses.replace(
@@ -31,7 +32,7 @@ class PipelineSubject(ZipcclSubject):
     )
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
-        policy = Policy(timeout_s=timeout_s, verify="wait", **(MODES | VARIANTS)[mode or "always"])
+        policy = Policy(timeout_s=timeout_s, **{"verify": "wait", **(MODES | VARIANTS)[mode or "always"]})
         made = Communicator(group, policy)
         pipeline.MOST_IN_ORDER_BYTES = MOST_IN_ORDER_BYTES
         device = ThreadDevice(PAUSE_S)

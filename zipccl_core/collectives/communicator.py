@@ -18,7 +18,7 @@ from ..policy.switch import Decision, Policy, explain_straight
 from . import straight
 from .board import Board, group_store
 from .call import Call, nothing
-from .cuda_device import has_nccl, pipeline_on_cuda
+from .cuda_device import has_nccl, pipeline_on_cuda, refuse_capture
 from .device import MESSAGES, Device
 from .exchange import Exchange, Work, again, facts
 from .message import dtype_text, patterns
@@ -697,6 +697,7 @@ class Communicator:
         if any(stride == 0 and size > 1 for stride, size in zip(output.stride(), output.shape, strict=True)):
             raise InvalidArgument("output must not be expanded: elements share one place; call .contiguous()")
         if output.device.type != "cpu" and output.device.type not in self._exchange.pipelines:
+            refuse_capture(output.device)  # before anything is made there
             self._exchange.pipelines[output.device.type] = pipeline_on_cuda(self._exchange, self._group, output.device)
         if (pipeline := self._exchange.pipelines.get(output.device.type)) is not None:
             pipeline.device.check(output.device)

@@ -161,6 +161,17 @@ class _On:
         self._chosen.lanes.pop()
 
 
+def refuse_capture(device: torch.device) -> None:
+    """InvalidArgument if the calling thread's current stream on a device is being captured into a graph."""
+    with torch.cuda.device(device):
+        capturing = torch.cuda.is_current_stream_capturing()
+    if capturing:
+        raise InvalidArgument(
+            "a collective cannot be captured into a CUDA graph, since the host takes part in it; "
+            "keep it out of the graph, or use the process group's own"
+        )
+
+
 class CudaDevice:
     """See Device. Torch's own current stream is set only where torch's operations are called: that is slow.
 
@@ -221,13 +232,7 @@ class CudaDevice:
                 f"tensors of one Communicator must be on one device: this one began on {self._device}, got {device}; "
                 "make another Communicator for it"
             )
-        with torch.cuda.device(device):  # a stream is current on each device
-            capturing = torch.cuda.is_current_stream_capturing()
-        if capturing:
-            raise InvalidArgument(
-                "a collective cannot be captured into a CUDA graph, since the host takes part in it; "
-                "keep it out of the graph, or use the process group's own"
-            )
+        refuse_capture(device)
 
     def is_current(self) -> bool:
         return torch._C._cuda_getDevice() == self._device.index
