@@ -47,7 +47,7 @@ N, FEW = 40_007, 500
 LAG_MS = 20.0
 """How long a stream is kept busy before that which must not be read too early."""
 QUEUED_MS = 400.0
-ISSUE_LIMIT_MS = 1.0
+ISSUE_LIMIT_MS = 2.0
 CALLS, CALLS_ON_CPU = 1000, 100
 ALLOCATED_SLACK_BYTES = 1 << 20
 RSS_SLACK_BYTES = 48 << 20

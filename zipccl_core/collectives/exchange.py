@@ -38,6 +38,7 @@ from ..frame import DTYPES, FORMAT_VERSION
 from ..policy.switch import Decision, Policy, Switch, explain
 from .board import Board
 from .call import Call, Heard, Refused, data_tag, nothing, phase_range, title
+from .link import NCCL_GRACE_S
 from .message import Incoming, Message, Sent, dtype_text, encode_message
 from .pipeline import Pipeline
 from .seam import Seam
@@ -175,7 +176,8 @@ class Exchange:
         self.thresholds: dict[str, int] = {}
         self.last_call: Call | None = None
         self.transport = Transport(board, rank, size, policy.timeout_s)
-        self.watch = Watch(lambda: bool(self.transport.lost), self._overdue)
+        # As long as the backend itself would let it.
+        self.watch = Watch(lambda: bool(self.transport.lost), self._overdue, policy.timeout_s + NCCL_GRACE_S)
         self._thread = threading.Thread(target=self._run, name="zipccl-progress", daemon=True)
         self._thread.start()
         _live.add(self)

@@ -6,7 +6,6 @@ is exchanged about them: they have the backend's guarantees only, and cost what 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -20,7 +19,6 @@ from ..errors import InvalidArgument, ZipcclError
 from ..policy.switch import Decision
 from .call import Call
 from .exchange import Exchange, again
-from .link import NCCL_GRACE_S
 from .message import raw_view
 from .reduce import ReduceSpec
 
@@ -93,13 +91,14 @@ class Begun:
 def guarded(exchange: Exchange, operation: str, start: Callable[..., Any], *tensors: Tensor) -> Any:
     """What start gives, or an error of ours; one too if it does not come back, or only since all was given up."""
     watch = exchange.watch
-    watch.enter(operation, time.monotonic() + exchange.policy.timeout_s + NCCL_GRACE_S)
+    watch.straight = operation
+    watch.count += 1
     try:
         work = start(*tensors)
     except Exception as exc:
         raise refusal(exchange, operation, exc) from exc
     finally:
-        watch.leave()
+        watch.straight = ""
     if exchange.broken is not None:
         raise again(exchange.broken)
     return work

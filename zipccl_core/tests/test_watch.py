@@ -5,12 +5,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from zipccl_core import Policy
-from zipccl_core.collectives import link, straight, watch
+from zipccl_core.collectives import exchange, link, straight, watch
 from zipccl_core.collectives.watch import Watch
 from zipccl_core.errors import PeerError, RankTimeout
 from zipccl_core.frame import BLOCK_WORDS
@@ -82,8 +83,8 @@ def test_a_straight_call_that_does_not_come_back_ends_once_a_peer_is_gone(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ranks = make(2, ALWAYS)
-    stuck, exchange = Stuck(ranks, 0, monkeypatch), ranks.comms[0]._exchange
-    running = ranks.pool.submit(straight.guarded, exchange, OPERATION, stuck)
+    stuck, of_rank_0 = Stuck(ranks, 0, monkeypatch), ranks.comms[0]._exchange
+    running = ranks.pool.submit(straight.guarded, of_rank_0, OPERATION, stuck)
     assert stuck.entered.wait(LIMIT_S)
     time.sleep(0.5)
     assert not running.done(), "no peer is gone"
@@ -95,30 +96,42 @@ def test_a_straight_call_that_does_not_come_back_ends_once_a_peer_is_gone(
 def test_a_straight_call_that_never_comes_back_ends_when_the_backend_would_have_ended_the_process(
     make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(exchange, "NCCL_GRACE_S", 0.3)
     ranks = make(2, Policy(timeout_s=0.3))
-    monkeypatch.setattr(straight, "NCCL_GRACE_S", 0.3)
-    stuck, exchange = Stuck(ranks, 0, monkeypatch), ranks.comms[0]._exchange
+    stuck, of_rank_0 = Stuck(ranks, 0, monkeypatch), ranks.comms[0]._exchange
     began = time.monotonic()
     with pytest.raises(RankTimeout):
-        straight.guarded(exchange, OPERATION, stuck)
+        straight.guarded(of_rank_0, OPERATION, stuck)
     assert 0.6 <= time.monotonic() - began < 10
 
 
-def test_a_call_that_comes_back_in_time_is_not_given_up_and_another_has_a_time_of_its_own() -> None:
+@pytest.mark.parametrize("is_straight", [False, True])
+def test_a_call_that_comes_back_in_time_is_not_given_up_and_another_has_a_time_of_its_own(is_straight: bool) -> None:
     overdue: list[Any] = []
     lost = threading.Event()
     watching = Watch(lost.is_set, overdue.append)
     watching.start()
     lost.set()
-    for call in range(10):  # a peer is gone for longer than each of them takes
-        watching.enter(call, time.monotonic() + 60)
-        time.sleep(0.06)
+
+    fake: Any = SimpleNamespace(watch=watching, broken=None)
+
+    def call(what: str, start: Callable[[], object]) -> None:
+        if is_straight:
+            straight.guarded(fake, what, start)
+            return
+        watching.enter(what, time.monotonic() + 60)
+        start()
         watching.leave()
+
+    for number in range(10):  # a peer is gone for longer than each of them takes
+        call(str(number), lambda: time.sleep(0.06))
     assert overdue == []
-    watching.enter("stays", time.monotonic() + 60)
+    over = threading.Event()
+    threading.Thread(target=call, args=("stays", lambda: over.wait(LIMIT_S)), daemon=True).start()
     until = time.monotonic() + LIMIT_S
     while not overdue and time.monotonic() < until:
         time.sleep(0.01)
+    over.set()
     assert overdue == ["stays"]
     watching.stop()
     assert watching.thread is not None
