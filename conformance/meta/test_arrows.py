@@ -24,7 +24,7 @@ CORE_MAY = {
     "codebook": ("errors", "frame"),
     "codec": ("errors", "frame", "codebook"),
     "policy.threshold": (),
-    "policy.switch": ("errors", "frame", "codebook"),
+    "policy.switch": ("errors", "frame", "codebook", "policy.threshold"),
     "policy": ("errors", "policy.switch"),
     "collectives": ("errors", "frame", "codebook", "codec", "policy", "policy.threshold", "policy.switch"),
 }
