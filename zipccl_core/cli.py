@@ -32,6 +32,10 @@ def doctor(warm: bool, architectures: Sequence[str]) -> list[str]:
     """
     if architectures and not warm:
         raise InvalidArgument(f"--arch is for --warm: give --warm too, or leave out --arch {architectures[0]}")
+    if warm and not architectures and not torch.cuda.device_count():
+        raise InvalidArgument(
+            f"--warm: no GPU is visible; say for which, as in --arch {' --arch '.join(jit.ARCHITECTURES)}"
+        )
     lines = jit.warm(architectures or None) if warm else []
     lines += [
         f"python {platform.python_version()}, torch {torch.__version__}, frame format {FORMAT_VERSION}",

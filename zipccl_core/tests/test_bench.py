@@ -331,6 +331,12 @@ def test_an_architecture_is_for_compiling_ahead(capsys: pytest.CaptureFixture[st
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_where_no_gpu_is_visible_warming_says_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--warm"]) != 0
+    assert "no GPU is visible; say for which, as in --arch sm_80 --arch" in capsys.readouterr().err
+
+
 # Links, files and splits
 
 
