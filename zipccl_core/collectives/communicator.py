@@ -67,6 +67,9 @@ class Communicator:
     kind with one text on all ranks. After a PeerError or RankTimeout that came from the transport the Communicator is
     finished and repeats that error; after any other it can be used on. Outputs are undefined after an error.
 
+    A process that is forked has no part in it: there every call is refused. A signal's handler should set a flag, and
+    not call: a call on a device that it interrupts does not go on while it waits.
+
     Tensors on CUDA go through the GPU's codec, and NCCL if the group has it for CUDA ("cpu:gloo,cuda:nccl"; each rank's
     current device is taken when the Communicator is made), else by way of the host and gloo. Such calls are ordered
     after and before work on the current stream, as torch's are: `wait()` lets the stream wait for the words, and holds

@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import itertools
 import logging
+import os
 import queue
 import threading
 import time
@@ -132,6 +134,16 @@ def _part_at_exit() -> None:
         thread.join(max(deadline - time.monotonic(), 0))
 
 
+def _leave_to_the_parent() -> None:
+    """In a process that was forked: threads and connections are its parent's, and its ending must not touch them."""
+    for exchange in list(_live):
+        exchange.leave_to_the_parent()
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
 class Exchange:
     """The groups and the progress thread of one Communicator.
 
@@ -156,8 +168,9 @@ class Exchange:
         self._sequence = 0
         self._stopped = False
         self.leaving = False  # this rank closes the connections: what is still under way is of its doing
-        self._lock = threading.Lock()
-        self._books_lock = threading.Lock()
+        self.is_parents = False  # of the process that this one was forked from
+        self._lock = threading.RLock()  # a signal's handler may come in between
+        self._books_lock = threading.RLock()
         self.seam: Seam | None = None
         self.channel_threads: list[threading.Thread] = []
         self._arrivals_s: dict[int, float] = {}  # of the latest call: rank → when it came
@@ -296,8 +309,20 @@ class Exchange:
         if self._stopped:
             raise InvalidArgument(f"{operation}: this Communicator is closed; make another")
 
+    def leave_to_the_parent(self) -> None:
+        """This process was forked: refuse every call, and never free what it has no threads to free."""
+        self._lock, self._books_lock = threading.RLock(), threading.RLock()  # whoever had them is not here
+        self.is_parents, self.seam = True, None
+        self.broken = InvalidArgument(
+            "this process was forked from the one that made the Communicator, and has none of its connections; make "
+            "another here, or start the process by spawn"
+        )
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
+
     def stop(self, timeout_s: float) -> None:
         """End the progress thread after the calls it has, and part from the peers; waits at most timeout_s."""
+        if self.is_parents:
+            return
         with self._lock:
             self._stopped = True
             self._calls.put(None)

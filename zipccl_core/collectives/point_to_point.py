@@ -51,13 +51,14 @@ class Channels:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._stopped = False
         self._channels: dict[tuple[int, int, bool], _Channel] = {}
         _live.add(self)
 
     def submit(self, call: Call, peer: int, tag: int, is_sender: bool) -> Work:
         """Hand a call with one tensor to send, or one to receive, to its channel."""
+        self._exchange.check_open("send" if is_sender else "recv")  # a forked process has the lock for ever, if it has
         with self._lock:
             self._exchange.check_open("send" if is_sender else "recv")
             if self._stopped:
@@ -70,6 +71,8 @@ class Channels:
 
     def stop(self, timeout_s: float) -> None:
         """End the threads after the messages they have; waits at most timeout_s."""
+        if self._exchange.is_parents:
+            return
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._stopped = True

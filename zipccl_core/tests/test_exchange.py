@@ -743,6 +743,25 @@ def test_a_work_that_is_dropped_lets_the_call_go_on(ranks: Ranks) -> None:
     assert ranks.each(run) == [True] * 3
 
 
+def test_a_signal_s_handler_may_use_what_it_interrupts() -> None:
+    ranks = Ranks(2)
+
+    def run(rank: int) -> int:
+        comm = ranks.comms[rank]
+        with comm._exchange._lock, comm._channels._lock:  # as if it came in between
+            comm.barrier()
+            comm.isend(words(rank), group_dst=1 - rank)
+            out = torch.empty(N_WORDS, dtype=torch.bfloat16)
+            comm.irecv(out, group_src=1 - rank)
+        comm.barrier()
+        with comm._exchange._books_lock:
+            return int(comm.stats()["barrier"]["calls"])
+
+    running = [ranks.pool.submit(run, rank) for rank in range(2)]
+    assert [each.result(20) for each in running] == [2, 2]
+    ranks.close()
+
+
 def test_a_closed_communicator_refuses_calls_and_closes_again(ranks: Ranks) -> None:
     ranks.each(lambda rank: ranks.comms[rank].close())
     assert "closed" in one_error(ranks.each(lambda rank: ranks.comms[rank].barrier()), InvalidArgument)

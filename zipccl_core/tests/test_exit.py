@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = """
-import sys, time
+import os, sys, time
 import torch, torch.distributed as dist
 from zipccl_core import Communicator, Policy
-from zipccl_core.errors import PeerError
+from zipccl_core.errors import InvalidArgument, PeerError
 
 what = sys.argv[1]
 dist.init_process_group("gloo")
@@ -42,21 +42,53 @@ if what == "exits_early":
         comm.barrier()
     except PeerError as exc:
         print("told:", exc)
+if what == "forks":
+    child = os.fork()
+    if child == 0:
+        for call in (comm.barrier, lambda: comm.isend(mine, dst=1 - rank), lambda: comm.all_reduce(mine), comm.close):
+            try:
+                call()
+            except InvalidArgument as exc:
+                print("told:", exc, flush=True)
+        sys.exit(0)
+    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    comm.all_reduce(mine)
+    comm.send(mine, dst=1 - rank) if rank else comm.recv(mine, src=1 - rank)
+    comm.close()
 print("ended", rank)
 """
 
 
+def run(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(script),
+        what,
+    ]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+
+
 @pytest.mark.parametrize("what", ["dropped", "receive_pending", "exits_early", "leaves_it_under_way"])
 def test_a_process_that_does_not_close_ends_cleanly(tmp_path: Path, what: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script), what]
-    root = str(Path(__file__).parents[2])
-    done = subprocess.run(
-        run, capture_output=True, text=True, timeout=60, check=False, env={**os.environ, "PYTHONPATH": root}
-    )
+    done = run(tmp_path, what)
     assert done.returncode == 0, done.stdout + done.stderr
     leaves = what in ("exits_early", "leaves_it_under_way")
     assert done.stdout.count("ended") == (1 if leaves else 2)
     assert ("told:" in done.stdout) == leaves
     assert ("rank 1 of 2 left while it was under way" in done.stdout) == (what == "leaves_it_under_way")
+
+
+def test_a_forked_process_is_refused_and_harms_nothing_when_it_ends(tmp_path: Path) -> None:
+    done = run(tmp_path, "forks")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("told: this process was forked from the one that made the Communicator") == 2 * 3
+    assert done.stdout.count("child 0") == 2
+    assert done.stdout.count("ended") == 2
