@@ -27,6 +27,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def policy_of(mode: str, timeout_s: float, verify: str = "auto") -> Policy:
+    """The policy of a mode or variant, "always" if it is empty; verify is for those that say nothing of it."""
+    fields: dict[str, Any] = {"verify": verify, **(MODES | VARIANTS)[mode or "always"]}
+    return Policy(timeout_s=timeout_s, **fields)
+
+
 class ZipcclCommunicator:
     """A zipccl_core.Communicator that takes the judge's PremulSum and gives totals in stats()."""
 
@@ -119,8 +125,7 @@ class ZipcclSubject:
     )
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
-        policy = Policy(timeout_s=timeout_s, **(MODES | VARIANTS)[mode or "always"])
-        return ZipcclCommunicator(Communicator(group, policy))
+        return ZipcclCommunicator(Communicator(group, policy_of(mode, timeout_s)))
 
     def codec(self) -> ZipcclCodec:
         return ZipcclCodec()

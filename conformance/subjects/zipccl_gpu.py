@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from conformance.oracle import on_host
 from conformance.subject import Codec, Subject
-from conformance.subjects.zipccl import MODES, VARIANTS, ZipcclCommunicator, ZipcclSubject
+from conformance.subjects.zipccl import ZipcclCommunicator, ZipcclSubject, policy_of
 from conformance.subjects.zipccl_cuda import DeviceCodec
-from zipccl_core import Communicator, Policy
+from zipccl_core import Communicator
 from zipccl_core.collectives import communicator, cuda_device, link
 from zipccl_core.collectives.board import Board
 from zipccl_core.collectives.exchange import Exchange
@@ -324,9 +324,8 @@ class _OnGpu(ZipcclSubject):
     """zipccl_core with verdicts that are waited for, so that each call has its own, but in the variant "late"."""
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
-        policy = Policy(timeout_s=timeout_s, **{"verify": "wait", **(MODES | VARIANTS)[mode or "always"]})
         _LentLink.members = tuple(dist.get_process_group_ranks(group))
-        return ZipcclCommunicator(Communicator(group, policy))
+        return ZipcclCommunicator(Communicator(group, policy_of(mode, timeout_s, verify="wait")))
 
 
 def _not_measured(exchange: Exchange, *args: Any) -> None:

@@ -12,8 +12,8 @@ import weakref
 
 import torch.distributed as dist
 
-from conformance.subjects.zipccl import MODES, VARIANTS, ZipcclCommunicator, ZipcclSubject
-from zipccl_core import Communicator, Policy
+from conformance.subjects.zipccl import ZipcclCommunicator, ZipcclSubject, policy_of
+from zipccl_core import Communicator
 from zipccl_core.collectives import pipeline
 from zipccl_core.tests.thread_device import ThreadDevice, ThreadLink
 
@@ -32,8 +32,7 @@ class PipelineSubject(ZipcclSubject):
     )
 
     def communicator(self, group: dist.ProcessGroup, *, mode: str = "", timeout_s: float = 20.0) -> ZipcclCommunicator:
-        policy = Policy(timeout_s=timeout_s, **{"verify": "wait", **(MODES | VARIANTS)[mode or "always"]})
-        made = Communicator(group, policy)
+        made = Communicator(group, policy_of(mode, timeout_s, verify="wait"))
         pipeline.MOST_IN_ORDER_BYTES = MOST_IN_ORDER_BYTES
         device = ThreadDevice(PAUSE_S)
         exchange = made._exchange

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +15,9 @@ from zipccl_core.collectives import exchange, link, straight, watch
 from zipccl_core.collectives.watch import Watch
 from zipccl_core.errors import PeerError, RankTimeout
 from zipccl_core.frame import BLOCK_WORDS
-from zipccl_core.tests.test_pipeline import ALWAYS, DeviceRanks, data, nothing
+from zipccl_core.tests.test_pipeline import ALWAYS, DeviceRanks, data, make, nothing
+
+__all__ = ["make"]
 
 OPERATION = "all_gather_into_tensor"
 LIMIT_S = 20.0
@@ -25,19 +27,6 @@ LIMIT_S = 20.0
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "PERIOD_S", 0.02)
     monkeypatch.setattr(watch, "LOST_S", 0.2)
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., DeviceRanks]]:
-    made: list[DeviceRanks] = []
-
-    def factory(*args: Any) -> DeviceRanks:
-        made.append(DeviceRanks(*args))
-        return made[-1]
-
-    yield factory
-    for ranks in made:
-        ranks.close()
 
 
 class Stuck:
