@@ -10,6 +10,7 @@ __all__ = [
     "TruncatedFrame",
     "UnsupportedFrame",
     "ZipcclError",
+    "again",
 ]
 
 
@@ -39,3 +40,8 @@ class PeerError(ZipcclError):
 
 class RankTimeout(ZipcclError):
     """A rank did not arrive within the deadline; the text names it."""
+
+
+def again(error: ZipcclError) -> ZipcclError:
+    """A fresh error of the same kind and text: an exception object must not be raised in two threads."""
+    return type(error)(*error.args)

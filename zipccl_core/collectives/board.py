@@ -69,11 +69,15 @@ def group_store(group: dist.ProcessGroup, timeout_s: float) -> Store:
     try:
         return bounded(lambda: _group_store(group, timeout_s), timeout_s)
     except StoreGone as exc:
-        raise _no_store(exc) from exc
+        raise _no_store() from exc
 
 
-def _no_store(exc: StoreGone) -> PeerError:
-    return PeerError(f"Communicator: {exc}; see whether the process that hosts it, often that of rank 0, is alive")
+def _no_store() -> PeerError:
+    """The same text on all ranks, whatever each has seen of it."""
+    return PeerError(
+        "Communicator: the store of the process group does not answer; see whether the process that hosts it, often "
+        "that of rank 0, is alive"
+    )
 
 
 def _group_store(group: dist.ProcessGroup, timeout_s: float) -> Store:
@@ -98,6 +102,7 @@ class Board:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._store, self._rank, self._size = store, rank, size
         self.gone = ""  # why the store is not asked any more: a call that does not return holds its client
+        self._backends: Store | None = None
 
     def _ask(self, ask: Callable[[], _Answer], seconds: float) -> _Answer:
         """`bounded`, and no more once the store is gone."""
@@ -115,11 +120,12 @@ class Board:
         Raises:
             PeerError: naming the first pair and fact that differ.
             RankTimeout: naming the ranks that did not come within timeout_s.
+            ZipcclError: what another rank has published.
         """
         try:
             self._ask(lambda: self._agree(facts, timeout_s), timeout_s + _ANSWER_S)
         except StoreGone as exc:
-            raise _no_store(exc) from exc
+            raise _no_store() from exc
 
     def _agree(self, facts: dict[str, Any], timeout_s: float) -> None:
         if missing := self._missing("facts", json.dumps(facts, sort_keys=True), timeout_s):
@@ -143,11 +149,12 @@ class Board:
         Raises:
             PeerError: the group's store does not answer.
             RankTimeout: naming the ranks that said nothing within timeout_s; on all that do.
+            ZipcclError: what another rank has published.
         """
         try:
             return self._ask(lambda: self._share(name, mine, timeout_s), timeout_s + _ANSWER_S)
         except StoreGone as exc:
-            raise _no_store(exc) from exc
+            raise _no_store() from exc
 
     def _share(self, name: str, mine: Any, timeout_s: float) -> list[Any]:
         if missing := self._missing(name, json.dumps(mine), timeout_s):
@@ -156,17 +163,27 @@ class Board:
         return [json.loads(self._store.get(f"{name}/{rank}")) for rank in range(self._size)]
 
     def _missing(self, name: str, mine: str, timeout_s: float) -> list[int]:
-        """Say something under a name, and wait until all ranks have; those that have not within timeout_s."""
+        """Say something under a name, and wait until all ranks have; those that have not within timeout_s.
+
+        Raises:
+            ZipcclError: what a rank has published, perhaps before this one came: it does not wait here any more.
+        """
         self._store.set(f"{name}/{self._rank}", mine)
         deadline = time.monotonic() + timeout_s
-        while missing := [rank for rank in range(self._size) if not self._store.check([f"{name}/{rank}"])]:
-            if time.monotonic() > deadline:
+        while True:
+            missing = [rank for rank in range(self._size) if not self._store.check([f"{name}/{rank}"])]
+            if self._store.check([_ERROR_KEY]):
+                raise _revive(self._store.get(_ERROR_KEY))
+            if not missing or time.monotonic() > deadline:
                 return missing
             time.sleep(_POLL_S)
-        return []
 
     def absent(self, name: str, grace_s: float) -> list[int]:
-        """The ranks that do not come here within grace_s, under a name that is used once; none if the store is gone."""
+        """The ranks that do not come here within grace_s, under a name that is used once; none if the store is gone.
+
+        Raises:
+            ZipcclError: what a rank has published, at once.
+        """
         try:
             return self._ask(lambda: self._missing(name, "here", grace_s), grace_s + _ANSWER_S)
         except StoreGone:
@@ -202,7 +219,16 @@ class Board:
 
     def backend_store(self, name: str) -> Store:
         """A store in which the process group `name` of this Communicator finds its ranks."""
-        return PrefixStore(name, self._store)
+        if self._backends is None:  # a client of their own: they wait in it, and the board is asked meanwhile
+            self._backends = self._store.clone() if hasattr(self._store, "clone") else self._store
+        return PrefixStore(name, self._backends)
+
+    def check(self) -> None:
+        """Raise what no rank can go on after: what one has published, or that the store is gone."""
+        if self.gone:
+            raise _no_store()
+        if (error := self.published(0.0)) is not None:
+            raise error
 
 
 def _revive(published: bytes) -> ZipcclError:

@@ -7,20 +7,33 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from types import NoneType
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 
-from ..errors import InvalidArgument
+from ..errors import InvalidArgument, again
 from ..frame import DTYPES
 from ..policy.switch import Decision, Policy, explain_straight
 from . import straight
+from .arguments import (
+    are_given,
+    bare,
+    bytes_of,
+    check_async_op,
+    check_tensor,
+    flat_input,
+    flat_output,
+    flat_outputs,
+    hashable,
+    no_inference,
+    split,
+)
 from .board import Board, group_store
 from .call import Call, nothing
 from .cuda_device import has_nccl, pipeline_on_cuda, refuse_capture
 from .device import MESSAGES, Device
-from .exchange import Exchange, Work, again, facts
+from .exchange import GRACE_S, Exchange, facts
 from .message import dtype_text, patterns
 from .point_to_point import TAGS, Channels
 from .probe import probe
@@ -41,6 +54,7 @@ from .repeat import (
 )
 from .straight import Start, go_straight
 from .transport import nap_s
+from .work import TorchWork, Work, wait_for
 
 LEAST_MEETING_S = 10.0
 
@@ -121,7 +135,7 @@ class Communicator:
 
     def all_gather_into_tensor(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, async_op: bool = False
-    ) -> Work | None:
+    ) -> TorchWork | None:
         """Gather every rank's input into output, in rank order.
 
         Bit-exact for every pattern of every dtype; bfloat16 and float32 are coded as the policy says. Strided tensors
@@ -147,19 +161,18 @@ class Communicator:
             return done
 
         def build() -> list[Call]:
-            self._check_pair(output_tensor, input_tensor)
-            n = input_tensor.numel()
-            if output_tensor.numel() != n * self._size:
+            output, input = self._checked(output_tensor, input_tensor)
+            n = input.numel()
+            if output.numel() != n * self._size:
                 raise InvalidArgument(
-                    f"output must have {self._size} × {n} = {n * self._size} elements, got {output_tensor.numel()}"
+                    f"output must have {self._size} × {n} = {n * self._size} elements, got {output.numel()}"
                 )
-            flat_out, finish = _flat_output(output_tensor)
+            flat_out, finish = flat_output(output)
             slots = [flat_out.narrow(0, r * n, n) for r in range(self._size)]
-            in_place = is_plain(input_tensor) and input_tensor.data_ptr() == slots[self._rank].data_ptr()
-            flat_in = input_tensor.detach().reshape(-1) if in_place else _flat_input(input_tensor, output_tensor)
-            in_place_at = self._rank * _bytes(input_tensor)
-            alike = gathering(output_tensor, input_tensor, self._size)
-            self._note("all_gather_into_tensor", output_tensor, input_tensor, None, alike, in_place_at)
+            in_place = is_plain(input) and input.data_ptr() == slots[self._rank].data_ptr()
+            flat_in = input.reshape(-1) if in_place else flat_input(input, output)
+            alike = gathering(output, input, self._size)
+            self._note("all_gather_into_tensor", output, input, None, alike, self._rank * bytes_of(input))
             return [self._gathering(flat_in, slots, n, finish)]
 
         if (group := self._straight("gather", input_tensor)) is not None:
@@ -170,9 +183,9 @@ class Communicator:
                 functools.partial(straight.gather, group, input_tensor.dtype),
                 self._size - 1,
                 async_op,
-                in_place_at=self._rank * _bytes(input_tensor),
+                in_place_at=self._rank * bytes_of(input_tensor),
             )
-        return self._issue("all_gather_into_tensor", build, async_op)
+        return self._issue("all_gather_into_tensor", build, async_op, output_tensor)
 
     def reduce_scatter_tensor(
         self,
@@ -180,7 +193,7 @@ class Communicator:
         input: torch.Tensor,
         op: Any = dist.ReduceOp.SUM,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> TorchWork | None:
         """Sum every rank's input, and leave the own shard of the sum in output.
 
         SUM, AVG and PREMUL_SUM of bfloat16 and float32 are summed in float32 in rank order and rounded once: the same
@@ -197,27 +210,27 @@ class Communicator:
             As all_gather_into_tensor; InvalidArgument also if the backend does not know op or dtype.
         """
 
-        more = _hashable(op)
+        more = hashable(op)
         if (done := self._repeat("reduce_scatter_tensor", output, input, more, async_op)) is not _NEW:
             return done
 
         def build() -> list[Call]:
-            self._check_pair(output, input)
-            spec, in_place_at = reduce_spec(op), -self._rank * _bytes(output)
-            n = output.numel()
-            if input.numel() != n * self._size:
+            to, source = self._checked(output, input)
+            spec, in_place_at = reduce_spec(op), -self._rank * bytes_of(to)
+            n = to.numel()
+            if source.numel() != n * self._size:
                 raise InvalidArgument(
-                    f"input must have {self._size} × {n} = {n * self._size} elements, got {input.numel()}"
+                    f"input must have {self._size} × {n} = {n * self._size} elements, got {source.numel()}"
                 )
-            ordered = not self._why_native(spec, output.dtype, _bytes(output), output.device.type)
-            in_place = ordered and is_plain(input) and is_plain(output)
-            in_place = in_place and input.data_ptr() == output.data_ptr() + in_place_at
-            flat_in = input.detach().reshape(-1) if in_place else _flat_input(input, output)
-            flat_out, finish = _flat_output(output)
+            ordered = not self._why_native(spec, to.dtype, bytes_of(to), to.device.type)
+            in_place = ordered and is_plain(source) and is_plain(to)
+            in_place = in_place and source.data_ptr() == to.data_ptr() + in_place_at
+            flat_in = source.reshape(-1) if in_place else flat_input(source, to)
+            flat_out, finish = flat_output(to)
             shards = [flat_in.narrow(0, r * n, n) for r in range(self._size)]
             if ordered:
-                alike = reducing(output, input, self._size, spec)
-                self._note("reduce_scatter_tensor", output, input, more, alike, in_place_at)
+                alike = reducing(to, source, self._size, spec)
+                self._note("reduce_scatter_tensor", to, source, more, alike, in_place_at)
             return [self._reduction(spec, shards, flat_in, flat_out, finish)]
 
         if (found := self._straight_reduction(output, 1, op)) is not None:
@@ -230,9 +243,9 @@ class Communicator:
                 self._size - 1,
                 async_op,
                 more,
-                -self._rank * _bytes(output),
+                -self._rank * bytes_of(output),
             )
-        return self._issue("reduce_scatter_tensor", build, async_op)
+        return self._issue("reduce_scatter_tensor", build, async_op, output)
 
     def all_to_all_single(
         self,
@@ -241,7 +254,7 @@ class Communicator:
         output_split_sizes: Sequence[int] | None = None,
         input_split_sizes: Sequence[int] | None = None,
         async_op: bool = False,
-    ) -> Work | None:
+    ) -> TorchWork | None:
         """Send part r of the input to rank r; receive rank r's part for this rank as part r of the output.
 
         Whether a part is coded is decided for each pair of ranks by the part's bytes. Parts may be empty.
@@ -249,31 +262,32 @@ class Communicator:
         Args:
             output: [rows, …]; dtype, device and row shape of the input.
             input: [rows, …], cpu or cuda.
-            output_split_sizes: rows from each rank, adding up to output's rows; equal parts if None or empty.
-            input_split_sizes: rows to each rank, adding up to input's rows; equal parts if None or empty.
+            output_split_sizes: rows from each rank, adding up to output's rows; equal parts if None or empty, which
+                must be so on all ranks or on none.
+            input_split_sizes: rows to each rank, adding up to input's rows; equal parts likewise.
             async_op: return a Work at once.
 
         Returns, raises:
             As all_gather_into_tensor. What rank i sends to j must be what j expects from i; the error names the pair.
         """
 
-        equal = not input_split_sizes and not output_split_sizes
+        equal = not are_given(input_split_sizes) and not are_given(output_split_sizes)
         if equal and (done := self._repeat("all_to_all_single", output, input, None, async_op)) is not _NEW:
             return done
 
         def build() -> list[Call]:
-            self._check_pair(output, input)
-            flat_in = _flat_input(input, output)
-            flat_out, finish = _flat_output(output)
-            sends = _split(flat_in, input, input_split_sizes, self._size, "input")
-            receives = _split(flat_out, output, output_split_sizes, self._size, "output")
+            to, source = self._checked(output, input)
+            flat_in = flat_input(source, to)
+            flat_out, finish = flat_output(to)
+            sends = split(flat_in, source, input_split_sizes, self._size, "input")
+            receives = split(flat_out, to, output_split_sizes, self._size, "output")
             if sends[self._rank].numel() != receives[self._rank].numel():
                 raise InvalidArgument(
                     f"this rank's part for itself has {sends[self._rank].numel()} elements in the input "
                     f"and {receives[self._rank].numel()} in the output"
                 )
-            if equal and output is not input:
-                self._note("all_to_all_single", output, input, None, exchanging(output, input, self._size))
+            if equal and to is not source:
+                self._note("all_to_all_single", to, source, None, exchanging(to, source, self._size))
             return [Call(dtype=flat_in.dtype, sends=sends, receives=receives, finish=finish)]
 
         if equal and (group := self._straight("all_to_all", input, self._size)) is not None:
@@ -285,11 +299,11 @@ class Communicator:
                 (self._size - 1) / self._size,
                 async_op,
             )
-        return self._issue("all_to_all_single", build, async_op)
+        return self._issue("all_to_all_single", build, async_op, output)
 
     def all_gather(
         self, tensor_list: Sequence[torch.Tensor], tensor: torch.Tensor, async_op: bool = False
-    ) -> Work | None:
+    ) -> TorchWork | None:
         """Gather every rank's tensor into the tensors of a list, in rank order.
 
         Args:
@@ -302,14 +316,14 @@ class Communicator:
         """
 
         def build() -> list[Call]:
-            outputs = self._check_list("tensor_list", tensor_list, tensor)
-            flat_in = _flat_input(tensor, *outputs)
-            slots, finish = _flat_outputs(outputs)
+            outputs, mine = self._check_list("tensor_list", tensor_list, tensor)
+            flat_in = flat_input(mine, *outputs)
+            slots, finish = flat_outputs(outputs)
             return [self._gathering(flat_in, slots, flat_in.numel(), finish)]
 
-        return self._issue("all_gather", build, async_op)
+        return self._issue("all_gather", build, async_op, tensor_list)
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> Work | None:
+    def all_reduce(self, tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM, async_op: bool = False) -> TorchWork | None:
         """Sum every rank's tensor in place; all ranks end with the same bits.
 
         An ordered reduce-scatter of shards of ⌈n ÷ world size⌉ elements (the last may be shorter or empty), and an
@@ -327,20 +341,20 @@ class Communicator:
             As reduce_scatter_tensor.
         """
 
-        more = _hashable(op)
+        more = hashable(op)
         if (done := self._repeat("all_reduce", tensor, tensor, more, async_op)) is not _NEW:
             return done
 
         def build() -> list[Call]:
-            self._check_pair(tensor, tensor)
+            words, _ = self._checked(tensor, tensor)
             spec = reduce_spec(op)
-            flat, finish = _flat_output(tensor)
-            if not is_plain(tensor):
-                flat.copy_(tensor.detach().reshape(-1))
+            flat, finish = flat_output(words)
+            if not is_plain(words):
+                flat.copy_(words.reshape(-1))
             n = flat.numel()
-            direct = is_direct(self._size, _bytes(flat), flat.device.type in self._exchange.pipelines)
+            direct = is_direct(self._size, bytes_of(flat), flat.device.type in self._exchange.pipelines)
             shards = terms_of(flat, self._size, direct)
-            why = self._why_native(spec, flat.dtype, _bytes(shards[0]), flat.device.type)
+            why = self._why_native(spec, flat.dtype, bytes_of(shards[0]), flat.device.type)
             if why:
                 native = Call(
                     dtype=flat.dtype, total_words=n, sends=shards, spec=spec, native_reason=why, finish=finish
@@ -350,7 +364,7 @@ class Communicator:
                 return [native]
             mine = shards[self._rank]
             alike = reducing_in_place(flat, self._rank, self._size, direct, spec)
-            self._note("all_reduce", tensor, tensor, more, alike)
+            self._note("all_reduce", words, words, more, alike)
             if direct:
                 return [self._reduction(spec, shards, flat, flat, finish)]
             reduction = self._reduction(spec, shards, flat, mine)
@@ -368,11 +382,11 @@ class Communicator:
                 async_op,
                 more,
             )
-        return self._issue("all_reduce", build, async_op)
+        return self._issue("all_reduce", build, async_op, tensor)
 
     def broadcast(
         self, tensor: torch.Tensor, src: int | None = None, async_op: bool = False, group_src: int | None = None
-    ) -> Work | None:
+    ) -> TorchWork | None:
         """Give every rank the tensor of src.
 
         Args:
@@ -387,13 +401,13 @@ class Communicator:
 
         def build() -> list[Call]:
             root = self._root("src", src, group_src)
-            call = self._rooted(tensor, root)
+            words, call = self._rooted(tensor, root)
             call.same_for_all = True
             if self._rank == root:
-                flat = _flat_input(tensor)
+                flat = flat_input(words)
                 call.sends = [call.sends[root] if r == root else flat for r in range(self._size)]
             else:
-                call.receives[root], call.finish = _flat_output(tensor)
+                call.receives[root], call.finish = flat_output(words)
             return [call]
 
         given = (src, group_src) if {type(src), type(group_src)} <= {int, NoneType} else UNREPEATABLE
@@ -411,7 +425,7 @@ class Communicator:
                 async_op,
                 given,
             )
-        return self._issue("broadcast", build, async_op)
+        return self._issue("broadcast", build, async_op, tensor)
 
     def scatter(
         self,
@@ -420,7 +434,7 @@ class Communicator:
         src: int | None = None,
         async_op: bool = False,
         group_src: int | None = None,
-    ) -> Work | None:
+    ) -> TorchWork | None:
         """Give rank r the tensor r of src's list.
 
         Args:
@@ -434,16 +448,16 @@ class Communicator:
 
         def build() -> list[Call]:
             root = self._root("src", src, group_src)
-            call = self._rooted(tensor, root)
-            call.receives[root], call.finish = _flat_output(tensor)
+            words, call = self._rooted(tensor, root)
+            call.receives[root], call.finish = flat_output(words)
             if self._rank == root:
-                inputs = self._check_list("scatter_list", scatter_list, tensor)
-                call.sends = [_flat_input(each, tensor) for each in inputs]
+                inputs, _ = self._check_list("scatter_list", scatter_list, tensor)
+                call.sends = [flat_input(each, words) for each in inputs]
             elif scatter_list:
                 raise InvalidArgument("scatter_list is for src alone; give None on other ranks")
             return [call]
 
-        return self._issue("scatter", build, async_op)
+        return self._issue("scatter", build, async_op, tensor)
 
     def gather(
         self,
@@ -452,7 +466,7 @@ class Communicator:
         dst: int | None = None,
         async_op: bool = False,
         group_dst: int | None = None,
-    ) -> Work | None:
+    ) -> TorchWork | None:
         """Gather every rank's tensor into dst's list, in rank order.
 
         Args:
@@ -468,17 +482,17 @@ class Communicator:
 
         def build() -> list[Call]:
             root = self._root("dst", dst, group_dst)
-            call = self._rooted(tensor, root)
+            words, call = self._rooted(tensor, root)
             outputs: list[torch.Tensor] = []
             if self._rank == root:
-                outputs = self._check_list("gather_list", gather_list, tensor)
-                call.receives, call.finish = _flat_outputs(outputs)
+                outputs, _ = self._check_list("gather_list", gather_list, tensor)
+                call.receives, call.finish = flat_outputs(outputs)
             elif gather_list:
                 raise InvalidArgument("gather_list is for dst alone; give None on other ranks")
-            call.sends[root] = _flat_input(tensor, *outputs)
+            call.sends[root] = flat_input(words, *outputs)
             return [call]
 
-        return self._issue("gather", build, async_op)
+        return self._issue("gather", build, async_op, gather_list)
 
     # Point to point
 
@@ -504,7 +518,7 @@ class Communicator:
 
     def isend(self, tensor: torch.Tensor, dst: int | None = None, tag: int = 0, group_dst: int | None = None) -> Work:
         """`send` that returns a Work at once; the tensor must not change until it is done."""
-        return self._point_to_point("dst", dst, group_dst, tag, lambda: _flat_input(tensor), tensor)
+        return self._point_to_point("dst", dst, group_dst, tag, tensor)
 
     def recv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, group_src: int | None = None) -> int:
         """Receive a tensor; returns the sender's global rank.
@@ -524,7 +538,7 @@ class Communicator:
 
     def irecv(self, tensor: torch.Tensor, src: int | None = None, tag: int = 0, group_src: int | None = None) -> Work:
         """`recv` that returns a Work at once."""
-        return self._point_to_point("src", src, group_src, tag, lambda: _flat_output(tensor), tensor)
+        return self._point_to_point("src", src, group_src, tag, tensor)
 
     def batch_isend_irecv(self, p2p_op_list: Sequence[dist.P2POp]) -> list[Work]:
         """Issue torch.distributed.P2POps of isend and irecv together; a Work for each, in the list's order.
@@ -562,7 +576,7 @@ class Communicator:
 
     # Meeting and parting
 
-    def barrier(self, async_op: bool = False) -> Work | None:
+    def barrier(self, async_op: bool = False) -> TorchWork | None:
         """Return once every rank has come here; devices may still be at what was queued before.
 
         Returns, raises:
@@ -586,13 +600,16 @@ class Communicator:
         self._closed = True
         try:
             if self._exchange.broken is None:
-                self._submit("close", lambda: [Call()]).wait()
+                wait_for(self._submit("close", lambda: [Call()]))
         finally:
             self._memory.clear()  # it knows the backend's group
             self._channels.stop(self._policy.timeout_s)
             self._exchange.stop(self._policy.timeout_s)
         if (untold := self._exchange.untold) is not None:
             raise again(untold)
+
+    def __reduce__(self) -> Any:
+        raise InvalidArgument("a Communicator cannot be copied or pickled: it is of this process; make another")
 
     def __del__(self) -> None:
         exchange = getattr(self, "_exchange", None)
@@ -656,43 +673,51 @@ class Communicator:
 
     # How
 
-    def _issue(self, operation: str, build: Callable[[], list[Call]], async_op: bool) -> Work | None:
-        """Build and submit the calls of an operation; wait for them unless async_op."""
+    def _issue(
+        self, operation: str, build: Callable[[], list[Call]], async_op: bool, outputs: Any = None
+    ) -> TorchWork | None:
+        """Build and submit the calls of an operation; wait for them unless async_op.
+
+        Args:
+            outputs: the tensor, or the list of tensors, to fill, as given; for their Work.
+        """
         if self._closed:
             raise InvalidArgument(f"{operation}: this Communicator is closed; make another")
 
         def checked() -> list[Call]:
-            _check_async_op(async_op)
+            check_async_op(async_op)
             return build()
 
-        work = self._submit(operation, checked, here=not async_op)
+        calls = self._submit(operation, checked, here=not async_op)
         if async_op:
-            return work
-        work.wait()
+            return Work(calls, (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs or ()))
+        wait_for(calls)
         return None
 
-    def _submit(self, operation: str, build: Callable[[], list[Call]], here: bool = False) -> Work:
+    def _submit(self, operation: str, build: Callable[[], list[Call]], here: bool = False) -> list[Call]:
         try:
-            calls = build()
+            with no_inference():
+                calls = build()
         except Exception as exc:  # InvalidArgument, or torch's own dislike of an argument
             # The peers wait for this rank's records: tell them, and raise with them what the verdict says.
             invalid = InvalidArgument(f"{operation}: {exc} (on rank {self._rank} of {self._size})")
-            self._exchange.submit(Call(operation, invalid=invalid)).wait()
+            self._exchange.submit(told := Call(operation, invalid=invalid))
+            wait_for([told])
             raise invalid from exc  # not reached: the verdict holds an error, this one or a lower rank's
         first = calls[0]
         device = (first.sends or first.receives)[0].device.type if first.sends or first.receives else ""
         for stage, call in enumerate(calls):
             call.operation, call.stage, call.device = operation, stage, device
-        return self._exchange.submit(*calls, here=here)
+        self._exchange.submit(*calls, here=here)
+        return calls
 
-    def _check_pair(self, output: torch.Tensor, input: torch.Tensor) -> None:
-        for name, tensor in (("output", output), ("input", input)):
-            if not isinstance(tensor, torch.Tensor):
-                raise InvalidArgument(f"{name} must be a tensor, got {type(tensor).__name__}")
-            if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
-                raise InvalidArgument(
-                    f"{name} must be a strided tensor on cpu or cuda, got {tensor.layout} on {tensor.device}"
-                )
+    def _checked(self, output: torch.Tensor, input: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both, bare, if they are right together; one twice if they are one."""
+        if input is output:
+            check_tensor("tensor", output)
+        else:
+            check_tensor("output", output)
+            check_tensor("input", input)
         if output.dtype != input.dtype:
             raise InvalidArgument(f"output must have the input's dtype {input.dtype}, got {output.dtype}")
         if output.device != input.device:
@@ -704,6 +729,8 @@ class Communicator:
             self._exchange.pipelines[output.device.type] = pipeline_on_cuda(self._exchange, self._group, output.device)
         if (pipeline := self._exchange.pipelines.get(output.device.type)) is not None:
             pipeline.device.check(output.device)
+        plain = bare(output)
+        return plain, plain if input is output else bare(input)
 
     def _straight(self, kind: str, tensor: Any, parts: int = 1) -> Any:
         """The backend's group, if calls of this kind on such tensors go straight to it; else None.
@@ -735,7 +762,7 @@ class Communicator:
         pipeline = pipelines.get(tensor.device.type)
         return None if pipeline is None or not pipeline.link.straight else pipeline.link.group()
 
-    def _repeat(self, operation: str, output: Any, input: Any, more: Any, async_op: object) -> Work | _New | None:
+    def _repeat(self, operation: str, output: Any, input: Any, more: Any, async_op: object) -> TorchWork | _New | None:
         """Make a call like an earlier one, without looking at its tensors again; what it returns, or _NEW if none is.
 
         Args:
@@ -748,19 +775,21 @@ class Communicator:
         if known is None:
             return _NEW
         if known.alike is not None:
-            work: Any = exchange.submit(*known.alike.calls(output, input, not async_op), here=not async_op)
-        elif exchange.is_queuing():
-            return _NEW
-        else:
-            start = known.start_async if async_op else known.start
-            assert start is not None
-            assert known.decision is not None
-            work = straight.guarded(exchange, operation, start, output, input)
-            exchange.count_native(operation, known.sent_bytes, known.decision)
+            calls = known.alike.calls(output, input, not async_op)
+            exchange.submit(*calls, here=not async_op)
             if async_op:
-                work = straight.Begun(exchange, operation, work)
+                return Work(calls, (output,))
+            wait_for(calls)
+            return None
+        if exchange.is_queuing():
+            return _NEW
+        start = known.start_async if async_op else known.start
+        assert start is not None
+        assert known.decision is not None
+        work = straight.guarded(exchange, operation, start, output, input)
+        exchange.count_native(operation, known.sent_bytes, known.decision)
         if async_op:
-            return work  # type: ignore[no-any-return]  # perhaps a Begun; a cast is a call, and all come this way
+            return straight.Begun(exchange, operation, work, output)
         if work is not None:  # torch gives none of what is in the caller's stream already
             work.wait()
         return None
@@ -777,7 +806,7 @@ class Communicator:
         """Remember a coded call on a device, whose arguments were right. The host's are told of as they are issued."""
         pipeline = self._exchange.pipelines.get(output.device.type)
         if pipeline is not None:
-            known = Known(pipeline.device, _bytes(output), _bytes(input), in_place_at, alike=alike)
+            known = Known(pipeline.device, bytes_of(output), bytes_of(input), in_place_at, alike=alike)
             self._memory.note(operation, output, input, more, known)
 
     def _go_straight(
@@ -790,7 +819,7 @@ class Communicator:
         async_op: bool,
         more: Any = None,
         in_place_at: int | None = None,
-    ) -> Work | None:
+    ) -> TorchWork | None:
         """Start a call of the backend on flat tensors; what this rank sends is `times` as much as the smaller of both.
 
         Args:
@@ -798,30 +827,31 @@ class Communicator:
             start: async_op → what starts the backend's call.
             more, in_place_at: what to remember it by, and with; see Memory and Known.
         """
-        _check_async_op(async_op)
-        self._check_pair(output, input)
-        is_strided = not is_plain(output)
-        flat_out, finish = _flat_output(output)
-        copied = is_strided or not is_plain(input)
-        in_place = operation in ("all_reduce", "broadcast")
-        if in_place:
-            if is_strided:
-                flat_out.copy_(output.detach().reshape(-1))
-            flat_in = flat_out
-        elif copied or overlaps(output, _bytes(output), input, _bytes(input), in_place_at):
-            flat_in = _flat_input(input, output)
-        else:
-            flat_in = input.detach().view(-1)
-        sent_bytes = int(min(flat_in.numel(), flat_out.numel()) * times) * output.element_size()
-        decision = Decision("native", explain_straight(self._policy, dtype_text(output.dtype)), operation, -1)
-        call = Call(operation, device=output.device.type, finish=finish)
-        call.straight = lambda: start(True)(flat_out, flat_in)
-        work = go_straight(self._exchange, call, async_op, is_strided, sent_bytes, decision)
-        if output.dim() == input.dim() == 1 and (output is not input or in_place):
-            device, sizes = self._exchange.pipelines[output.device.type].device, (_bytes(output), _bytes(input))
+        check_async_op(async_op)
+        with no_inference():
+            to, source = self._checked(output, input)
+            is_strided = not is_plain(to)
+            flat_out, finish = flat_output(to)
+            copied = is_strided or not is_plain(source)
+            in_place = operation in ("all_reduce", "broadcast")
+            if in_place:
+                if is_strided:
+                    flat_out.copy_(to.reshape(-1))
+                flat_in = flat_out
+            elif copied or overlaps(to, bytes_of(to), source, bytes_of(source), in_place_at):
+                flat_in = flat_input(source, to)
+            else:
+                flat_in = source.view(-1)
+            sent_bytes = int(min(flat_in.numel(), flat_out.numel()) * times) * to.element_size()
+            decision = Decision("native", explain_straight(self._policy, dtype_text(to.dtype)), operation, -1)
+            call = Call(operation, device=to.device.type, finish=finish)
+            call.straight = lambda: start(True)(flat_out, flat_in)
+            work = go_straight(self._exchange, call, output, async_op, is_strided, sent_bytes, decision)
+        if to.dim() == source.dim() == 1 and (to is not source or in_place):
+            device, sizes = self._exchange.pipelines[to.device.type].device, (bytes_of(to), bytes_of(source))
             known = Known(device, *sizes, in_place_at, start(False), start(True), None, sent_bytes, decision)
-            self._memory.note(operation, output, input, more, known)
-        return cast("Work | None", work)
+            self._memory.note(operation, to, source, more, known)
+        return work
 
     def _probed(self, kind: str, out: torch.Tensor, words: torch.Tensor) -> Any:
         """A call of a kind, for `probe`."""
@@ -845,25 +875,21 @@ class Communicator:
             raise InvalidArgument(f"group_{name} must be 0 to {self._size - 1}, got {group_rank}")
         return group_rank
 
-    def _check_list(self, name: str, tensors: Sequence[torch.Tensor] | None, like: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors of a list: one a rank, each with the dtype and elements of `like`."""
+    def _check_list(
+        self, name: str, tensors: Sequence[torch.Tensor] | None, like: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """The tensors of a list, one a rank, each with the dtype and elements of `like`; and that. All are bare."""
         if tensors is None or len(tensors) != self._size:
             came = "None" if tensors is None else f"{len(tensors)}"
             raise InvalidArgument(f"{name} must have one tensor a rank, {self._size}, got {came}")
-        for each in tensors:
-            self._check_pair(each, like)
+        found = [self._checked(each, like) for each in tensors]
+        for each, _ in found:
             if each.numel() != like.numel():
                 raise InvalidArgument(f"{name}: every tensor must have {like.numel()} elements, got {each.numel()}")
-        return list(tensors)
+        return [each for each, _ in found], found[0][1]
 
     def _point_to_point(
-        self,
-        name: str,
-        rank: int | None,
-        group_rank: int | None,
-        tag: int,
-        flatten: Callable[[], Any],
-        tensor: torch.Tensor,
+        self, name: str, rank: int | None, group_rank: int | None, tag: int, tensor: torch.Tensor
     ) -> Work:
         if self._closed:
             raise InvalidArgument("point_to_point: this Communicator is closed; make another")
@@ -872,28 +898,32 @@ class Communicator:
             raise InvalidArgument(f"{name} must be another rank than this, {peer}")
         if not isinstance(tag, int) or not 0 <= tag < TAGS:
             raise InvalidArgument(f"tag must be 0 to {TAGS - 1}, got {tag!r}")
-        call = Call("point_to_point")
+        call, is_sender = Call("point_to_point"), name == "dst"
         try:
-            self._check_pair(tensor, tensor)
-            pipeline = self._exchange.pipelines.get(tensor.device.type)
-            if pipeline is None:
-                flat = flatten()
-            elif name == "dst":
-                flat = flatten()
-                if flat.numel():
-                    call.lay_out = _to_the_host(flat, pipeline.device, self._exchange)
-                else:
-                    flat = torch.empty(0, dtype=flat.dtype, device="cpu")
-            else:
-                flat = _by_way_of_the_host(call, tensor.detach(), pipeline.device)
+            with no_inference():
+                self._lay_out_message(call, tensor, is_sender)
         except Exception as exc:
-            call.invalid = InvalidArgument(f"{'send' if name == 'dst' else 'recv'}: {exc} (on rank {self._rank})")
-        else:
-            if name == "dst":
-                call.dtype, call.sends = flat.dtype, [] if call.lay_out else [flat]
+            call.invalid = InvalidArgument(f"{'send' if is_sender else 'recv'}: {exc} (on rank {self._rank})")
+        self._channels.submit(call, peer, tag, is_sender)
+        return Work([call], () if is_sender else (tensor,))
+
+    def _lay_out_message(self, call: Call, tensor: torch.Tensor, is_sender: bool) -> None:
+        """Give a call between two ranks its tensor; one of a device goes by way of the host."""
+        words, _ = self._checked(tensor, tensor)
+        pipeline = self._exchange.pipelines.get(words.device.type)
+        call.dtype = words.dtype
+        if not is_sender:
+            if pipeline is None:
+                flat, call.finish = flat_output(words)
             else:
-                (call.receives, call.finish), call.dtype = ([flat[0]], flat[1]), flat[0].dtype
-        return self._channels.submit(call, peer, tag, is_sender=name == "dst")
+                flat, call.finish = _by_way_of_the_host(call, words, pipeline.device)
+            call.receives = [flat]
+        elif pipeline is None:
+            call.sends = [flat_input(words)]
+        elif words.numel():
+            call.lay_out = _to_the_host(flat_input(words), pipeline.device, self._exchange)
+        else:
+            call.sends = [torch.empty(0, dtype=words.dtype, device="cpu")]
 
     def _codes(self, device: str, dtype: str, raw_bytes: int) -> bool:
         """Whether a term of a reduction of raw_bytes is coded."""
@@ -912,13 +942,13 @@ class Communicator:
             return 'reduction="native", and the call is not coded'
         return ""
 
-    def _rooted(self, tensor: torch.Tensor, root: int) -> Call:
-        """A call about one rank, with nothing to send or receive yet."""
-        self._check_pair(tensor, tensor)
+    def _rooted(self, tensor: torch.Tensor, root: int) -> tuple[torch.Tensor, Call]:
+        """The tensor, bare, and a call about one rank, with nothing to send or receive yet."""
+        tensor, _ = self._checked(tensor, tensor)
         nothing = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         call = Call(dtype=tensor.dtype, total_words=tensor.numel(), root=root)
         call.sends, call.receives = [nothing] * self._size, [nothing] * self._size
-        return call
+        return tensor, call
 
     def _gathering(
         self, mine: torch.Tensor, slots: list[torch.Tensor], total_words: int, finish: Callable[[], None]
@@ -961,53 +991,6 @@ class Communicator:
         return call
 
 
-def _bytes(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-_OPS = {id(op): name for name, op in vars(dist.ReduceOp).items() if type(op) is dist.ReduceOp.RedOpType}
-
-
-def _hashable(op: Any) -> Any:
-    """What to remember a ReduceOp by: of torch's own, which live for ever, the name, since they are slow to hash."""
-    return _OPS.get(id(op), UNREPEATABLE)
-
-
-def _check_async_op(async_op: object) -> None:
-    if not isinstance(async_op, bool):  # torch has `group` before it
-        raise InvalidArgument(f"async_op must be True or False, got {async_op!r}; the group is the Communicator's own")
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0 and b.numel() > 0
-
-
-def _flat_input(input: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
-    """The input in logical order, as it is now: a copy if it is strided or shares memory with an output."""
-    flat = input.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return flat.clone() if any(_overlap(flat, output) for output in outputs) else flat
-
-
-def _flat_output(output: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-    """A flat tensor to fill, and what brings it into a strided output afterwards."""
-    target = output.detach()
-    if is_plain(target):
-        return target.reshape(-1), nothing
-    flat = torch.empty(target.numel(), dtype=target.dtype, device=target.device)
-    return flat, lambda: _scatter_back(target, flat)
-
-
-def _flat_outputs(outputs: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Callable[[], None]]:
-    """Flat tensors to fill, and what brings them into those of the outputs that are strided."""
-    flats, backs = zip(*map(_flat_output, outputs), strict=True)
-
-    def finish() -> None:
-        for back in backs:
-            back()
-
-    return list(flats), finish
-
-
 def _by_way_of_the_host(call: Call, target: torch.Tensor, device: Device) -> tuple[torch.Tensor, Callable[[], None]]:
     """A flat host tensor to fill, and what brings it to the device, after what the caller's stream holds now."""
     flat, issued = torch.empty(target.numel(), dtype=target.dtype, device="cpu"), device.now()
@@ -1031,7 +1014,7 @@ def _to_the_host(flat: torch.Tensor, device: Device, exchange: Exchange) -> Call
 
     def lay_out(call: Call) -> None:
         began = time.monotonic()
-        deadline = began + exchange.policy.timeout_s
+        deadline = began + exchange.policy.timeout_s + GRACE_S  # it may be behind a collective, whose peers are late
         with device.attached():
             while not copy.query():
                 if exchange.broken is not None:
@@ -1042,25 +1025,3 @@ def _to_the_host(flat: torch.Tensor, device: Device, exchange: Exchange) -> Call
         call.sends = [copy.tensor().view(dtype)]
 
     return lay_out
-
-
-def _scatter_back(target: torch.Tensor, flat: torch.Tensor) -> None:
-    target.copy_(flat.reshape(target.shape))
-
-
-def _split(
-    flat: torch.Tensor, tensor: torch.Tensor, sizes: Sequence[int] | None, world_size: int, name: str
-) -> list[torch.Tensor]:
-    """One flat part a rank."""
-    rows = tensor.shape[0] if tensor.dim() else 1
-    if not sizes:
-        if rows % world_size:
-            raise InvalidArgument(f"{name}: {rows} rows do not divide by {world_size} ranks; give {name}_split_sizes")
-        sizes = [rows // world_size] * world_size
-    sizes = [int(size) for size in sizes]
-    if len(sizes) != world_size or min(sizes) < 0 or sum(sizes) != rows:
-        raise InvalidArgument(
-            f"{name}_split_sizes must be {world_size} sizes, none negative, adding up to {rows} rows; got {sizes}"
-        )
-    row_words = flat.numel() // rows if rows else 0
-    return list(torch.split(flat, [size * row_words for size in sizes]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import functools
@@ -29,6 +28,7 @@ from .exchange import Exchange
 from .link import GlooLink, Link, Nccl, NcclLink
 from .message import raw_view
 from .pipeline import Pipeline
+from .stragglers import let_go
 
 LEAST_CONNECT_S = 30.0
 
@@ -38,7 +38,6 @@ _THREAD_LOCAL_MODE = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _LEAST_ROWS_BYTES, _ROWS_AT_ONCE = 512, 16
 _MOST_STARTS = 1024  # of 1 KiB each
 _CONNECT_NAP_S, _CONNECT_EXIT_S, _NEWS_S = 0.01, 2.0, 0.5
-_connecting: list[threading.Thread] = []  # that have not come back, so far or at all
 _CODEBOOK_AT = {"fitted": 0, "gaussian": 8}
 
 
@@ -422,14 +421,6 @@ def pipeline_on_cuda(exchange: Exchange, group: dist.ProcessGroup, device: torch
     return Pipeline(exchange, made, link)
 
 
-@atexit.register
-def _let_connecting_end() -> None:
-    """What comes back from NCCL while Python ends would abort the process."""
-    deadline = time.monotonic() + _CONNECT_EXIT_S
-    for thread in _connecting:
-        thread.join(max(deadline - time.monotonic(), 0.0))
-
-
 def connect_within(timeout_s: float, exchange: Exchange, connect: Callable[[], None]) -> None:
     """Connect the ranks, on a thread of its own: it would wait for ever for one that does not come.
 
@@ -446,20 +437,11 @@ def connect_within(timeout_s: float, exchange: Exchange, connect: Callable[[], N
             failures.append(exc)
 
     thread = threading.Thread(target=run, name="zipccl-connect", daemon=True)
-    _connecting.append(thread)
     thread.start()
-    deadline, lost = time.monotonic() + timeout_s, exchange.transport.lost
-    # All ranks or none: else one might go on, and hear later that another could not.
-    while thread.is_alive() or (not failures and exchange.board.absent("connected", 0.0)):
-        thread.join(_CONNECT_NAP_S)
-        if lost:
-            raise exchange.transport_failed(what, RuntimeError("its connection is lost"), lost[:1])
-        if time.monotonic() > deadline:
-            late = exchange.peers or [exchange.rank]
-            raise exchange.transport_failed(what, RuntimeError("timed out"), late, timeout_s)
-        if not thread.is_alive():
-            time.sleep(_CONNECT_NAP_S)
-    _connecting.remove(thread)
+    try:
+        _connected(thread, failures, exchange, what, timeout_s)
+    finally:
+        let_go([thread], _CONNECT_EXIT_S)
     if failures:
         if gone := exchange.first_lost(_NEWS_S):  # NCCL may hear of it sooner than we
             raise exchange.transport_failed(what, failures[0], gone)
@@ -469,6 +451,29 @@ def connect_within(timeout_s: float, exchange: Exchange, connect: Callable[[], N
             "Communicator 0.8 GiB of it"
         )
         raise exchange.give_up(PeerError(told), failures[0]) from failures[0]
+
+
+def _connected(
+    thread: threading.Thread, failures: list[BaseException], exchange: Exchange, what: str, timeout_s: float
+) -> None:
+    """Wait until all ranks are connected, or this one failed: one alone must not go on, and hear of others later."""
+    deadline, lost = time.monotonic() + timeout_s, exchange.transport.lost
+    while thread.is_alive() or (not failures and _is_missing_one(exchange)):
+        thread.join(_CONNECT_NAP_S)
+        if lost:
+            raise exchange.transport_failed(what, RuntimeError("its connection is lost"), lost[:1])
+        if time.monotonic() > deadline:
+            late = exchange.peers or [exchange.rank]
+            raise exchange.transport_failed(what, RuntimeError("timed out"), late, timeout_s)
+        if not thread.is_alive():
+            time.sleep(_CONNECT_NAP_S)
+
+
+def _is_missing_one(exchange: Exchange) -> bool:
+    try:
+        return bool(exchange.board.absent("connected", 0.0))
+    except ZipcclError as exc:  # published by one that could not
+        raise exchange.give_up(exc, exc) from exc
 
 
 def _made_on_all_ranks(exchange: Exchange, device: torch.device) -> CudaDevice:

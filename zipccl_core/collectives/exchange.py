@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError
+from ..errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError, again
 from ..frame import DTYPES, FORMAT_VERSION
 from ..policy.switch import Decision, Policy, Switch, explain
 from .board import Board
@@ -50,7 +50,7 @@ from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
 
 log = logging.getLogger("zipccl")
 
-_GRACE_S = 1.0
+GRACE_S = 1.0
 _NEWS_S, _NEWS_NAP_S = 0.2, 0.002
 # How often the progress thread looks at a device. Seldom: to take the interpreter from a thread that makes calls stops
 # that for a tenth of a millisecond.
@@ -67,54 +67,6 @@ _Told = TypeVar("_Told", Sizes, Verdict)
 _Parsed = TypeVar("_Parsed")
 
 
-class Work:
-    """One or more calls under way, with the methods of torch's Work. Dropping it changes nothing: they go on."""
-
-    def __init__(self, calls: Sequence[Call]) -> None:
-        self._calls = calls
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all is done; True, or the error that all ranks raise.
-
-        Of a call on a device: until its messages are encoded on all ranks and everything else is queued, here and, as
-        far as this rank needs them, on its peers; the current stream then waits for the rest, and the host does not.
-
-        Args:
-            timeout: how long to wait; the policy's deadline if None.
-
-        Raises:
-            RankTimeout: still under way after `timeout`; it goes on.
-            ZipcclError: failed, in the same way on all ranks.
-        """
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        for call in self._calls:
-            if not call.done.wait(None if deadline is None else max(deadline - time.monotonic(), 0)):
-                raise RankTimeout(f"{title(call)} is still under way after {timeout}; wait() again")
-        if (error := self.exception()) is not None:
-            raise again(error)
-        for call in self._calls:
-            if call.on is not None and call.finished is not None:
-                call.on.join(call.finished)
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether all is done, on the device too, well or not; never blocks."""
-        return all(c.done.is_set() and (c.finished is None or c.finished.query()) for c in self._calls)
-
-    def is_success(self) -> bool:
-        """Whether all is done without an error."""
-        return self.is_completed() and self.exception() is None
-
-    def exception(self) -> ZipcclError | None:
-        """The first error of the calls that are done, else None."""
-        return next((call.error for call in self._calls if call.error is not None), None)
-
-
-def again(error: ZipcclError) -> ZipcclError:
-    """A fresh error of the same kind and text: an exception object must not be raised in two threads."""
-    return type(error)(*error.args)
-
-
 _live: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
@@ -129,7 +81,7 @@ def _part_at_exit() -> None:
         exchange.stop(max(deadline - time.monotonic(), 0))
         exchange.leaving = True
         exchange.transport.abort()
-    deadline = time.monotonic() + _GRACE_S + 1
+    deadline = time.monotonic() + GRACE_S + 1
     for thread in (thread for exchange in exchanges for thread in exchange.threads()):
         thread.join(max(deadline - time.monotonic(), 0))
 
@@ -197,7 +149,7 @@ class Exchange:
 
     # The caller's thread
 
-    def submit(self, *calls: Call, here: bool = False) -> Work:
+    def submit(self, *calls: Call, here: bool = False) -> None:
         """Number the calls of an operation, tell every peer of them, and hand them to the progress thread.
 
         They have one number, so that ranks which disagree on the operation still agree on the number of the next.
@@ -243,7 +195,6 @@ class Exchange:
                 self._baton.release()
         if taken and self._dozing:
             self._calls.put(_WAKE)
-        return Work(calls)
 
     def _may_carry_here(self) -> bool:
         """Whether the calling thread may carry calls through; if so, it has the baton.
@@ -288,14 +239,13 @@ class Exchange:
         if work is not LEFT:
             call.control_sends.append((peer, work))
 
-    def follow(self, call: Call) -> Work:
+    def follow(self, call: Call) -> None:
         """Hand a straight call to the progress thread, behind all others: it has no number."""
         with self._lock:
             self.check_open(call.operation)
             call.issued = self.pipelines[call.device].device.now()
             self._hand_over(call)
             self.last_call = call
-        return Work([call])
 
     def is_queuing(self) -> bool:
         """Whether the latest call is not over for the host: a straight one would overtake it."""
@@ -503,7 +453,7 @@ class Exchange:
 
     def _agree(self, call: Call, refused: Refused | None, deadline: float, transfers: list[Any]) -> ZipcclError | None:
         """Share this rank's verdict on a call, repair what can be repaired, end its transfers; the ranks' one error."""
-        verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
+        verdicts = self._share_verdict(call, refused, deadline + GRACE_S)
         error = next((v.error for v in verdicts if v.error is not None), None)
         if error is not None and any(v.fatal for v in verdicts):
             # Published, because giving up may cut off this rank's own verdict on its way.
@@ -537,14 +487,14 @@ class Exchange:
         with self._books_lock:
             self._books.setdefault(call.operation, Counter())["retransmissions"] += len(arrivals)
         log.warning("rank %d: %s: %d damaged messages were sent again", self.rank, title(call), len(arrivals))
-        verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
+        verdicts = self._share_verdict(call, refused, deadline + GRACE_S)
         self.end_transfers(call, transfers, deadline)
         return next((v.error for v in verdicts if v.error is not None), None)
 
     def end_transfers(self, call: Call, transfers: list[Any], deadline: float) -> None:
         """Wait for everything this rank has sent: a send that is let go of before it is done never arrives."""
         for peer, work in (*transfers, *call.control_sends):  # all peers have spoken: done, or about to be
-            self._wait(call, work, deadline + _GRACE_S, [peer])
+            self._wait(call, work, deadline + GRACE_S, [peer])
         transfers.clear()
         call.control_sends.clear()
 
@@ -785,7 +735,7 @@ class Exchange:
 
     def share(self, call: Call, refused: Refused | None, deadline: float) -> ZipcclError | None:
         """Share this rank's verdict on a call that is over on all ranks; the error that all raise."""
-        verdicts = self._share_verdict(call, refused, deadline + _GRACE_S)
+        verdicts = self._share_verdict(call, refused, deadline + GRACE_S)
         error = next((v.error for v in verdicts if v.error is not None), None)
         if error is not None and any(v.fatal for v in verdicts):
             raise self.give_up(error, error)
@@ -888,7 +838,7 @@ class Exchange:
         """Wait until a query is true, on the progress thread; the agreed fatal error if that does not come.
 
         Args:
-            deadline: of time.monotonic(). Less if a peer is gone: what it sent before may arrive within _GRACE_S.
+            deadline: of time.monotonic(). Less if a peer is gone: what it sent before may arrive within GRACE_S.
             ranks: whom a missed deadline names.
         """
         gone: int | None = None
@@ -897,7 +847,7 @@ class Exchange:
             if query():
                 return
             if gone is None and spin % _SPINS_A_LOOK == 0 and (gone := self.lost_peer()) is not None:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + GRACE_S)
             if time.monotonic() > deadline:
                 if gone is not None:
                     raise self.transport_failed(what, RuntimeError(self._lost[gone]), [gone])
@@ -934,8 +884,13 @@ class Exchange:
             limit_s: how long was waited for them, if that is the trouble; the policy's deadline if None.
         """
         if "imed out" in str(exc):
-            if len(ranks) > 1:  # who waits as this rank does comes to its deadline now, and says so
-                absent = self.board.absent(f"late/{what}", _GRACE_S / 2)
+            if len(ranks) > 1:
+                # Whoever waits, here or elsewhere, comes to its deadline within GRACE_S; if it knows whom it waits
+                # for, it says so, and all take its word.
+                try:
+                    absent = self.board.absent("late", 1.5 * GRACE_S)
+                except ZipcclError as told:
+                    return self._break(told)
                 ranks = [r for r in ranks if r in absent] or ranks
             text = (
                 f"{what}: {_names(ranks)} of {self.size} did not arrive within {limit_s or self.policy.timeout_s:g} s; "
@@ -948,7 +903,7 @@ class Exchange:
             )
             return self.give_up(PeerError(text), exc)
         # A peer that gave up has published why before it closed its connections; one that died has not.
-        published = self.board.published(_GRACE_S)
+        published = self.board.published(GRACE_S)
         if published is not None:
             return self._break(published)
         ranks = self.first_lost(_NEWS_S) or ([exc.peer] if isinstance(exc, Disconnected) else ranks)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import logging
 import threading
@@ -18,6 +17,7 @@ from torch import Tensor
 from ..errors import InvalidArgument
 from .board import Board
 from .device import Device, Event, HostCopy
+from .stragglers import join, let_go
 from .transport import Transport
 
 log = logging.getLogger("zipccl")
@@ -182,8 +182,8 @@ class NcclLink:
             aborts = [threading.Thread(target=_abort, args=(backend,), daemon=True) for backend in self._backends]
             for abort in aborts:
                 abort.start()
-            _aborting[:] = [*(thread for thread in _aborting if thread.is_alive()), *aborts]
-            _join(aborts, ABORT_S)
+            join(aborts, ABORT_S)
+            let_go(aborts, NCCL_GRACE_S)
 
     def close(self) -> None:
         if self._end():
@@ -204,22 +204,6 @@ def _abort(backend: Any) -> None:
         backend.abort()
     except Exception:  # whoever gives up goes on with the rest
         log.exception("giving up a communicator of NCCL's")
-
-
-_aborting: list[threading.Thread] = []
-
-
-@atexit.register
-def _let_aborts_end() -> None:
-    """What comes back from NCCL while Python ends would abort the process."""
-    _join(_aborting, NCCL_GRACE_S)
-
-
-def _join(threads: list[threading.Thread], limit_s: float) -> None:
-    """Wait for threads, so long at most."""
-    deadline = time.monotonic() + limit_s
-    for thread in threads:
-        thread.join(max(deadline - time.monotonic(), 0.0))
 
 
 def halves(pieces: Sequence[Piece]) -> tuple[Sequence[Piece], list[Piece]]:

@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -366,7 +366,7 @@ class Pipeline:
         exchange, outgoing = self._exchange, plan.outgoing
         if headers:
             if not headers[-1].query():
-                exchange.poll(headers[-1].query, deadline, title(call), [exchange.rank])
+                self._poll(headers[-1].query, call, deadline)
             found = [_SIZE_DIGEST_ESCAPES.iter_unpack(made.read()) for made in headers]
             for m in plan.messages:
                 mine = [next(headers_of_chunk) for headers_of_chunk in found[: len(m.chunks)]]
@@ -514,7 +514,7 @@ class Pipeline:
         with self.device.on("decode"):
             if call.issued is not None:
                 self.device.after(call.issued)
-            exchange.poll(self.device.mark().query, deadline, title(call), [exchange.rank])
+            self._poll(self.device.mark().query, call, deadline)
             exchange.watch.enter(call, deadline)
             try:
                 with self.device.framework():
@@ -526,6 +526,15 @@ class Pipeline:
         return exchange.share(call, refused, deadline)
 
     # Endings
+
+    def _poll(self, query: Callable[[], bool], call: Call, deadline: float) -> None:
+        """Wait, bounded, for what this rank's device does in a call; that may be behind words of an earlier one, which
+        are peers' to send."""
+        poll, rank = self._exchange.poll, self._exchange.rank
+        for flight in list(self._in_flight):
+            over = flight.finished.query
+            poll(lambda: query() or over(), flight.deadline, flight.title, self._exchange.peers)  # noqa: B023
+        poll(query, deadline, title(call), [rank])
 
     def _retire_finished(self) -> None:
         """Let go of the calls that the device is done with; never waits for it."""

@@ -9,6 +9,7 @@ deadlock.
 from __future__ import annotations
 
 import atexit
+import os
 import queue
 import threading
 import time
@@ -17,10 +18,10 @@ from typing import Any
 
 import torch
 
-from ..errors import CorruptFrame, InvalidArgument, PeerError, ZipcclError
+from ..errors import CorruptFrame, InvalidArgument, PeerError, ZipcclError, again
 from ..policy.switch import Decision, explain
 from .call import Call, nothing
-from .exchange import EXIT_S, Exchange, Work, again
+from .exchange import EXIT_S, Exchange
 from .message import Incoming, Message, dtype_text, encode_message
 from .transport import Disconnected
 from .wire import CallRecord, Verdict
@@ -42,6 +43,15 @@ def _stop_at_exit() -> None:
         channels.stop(max(deadline - time.monotonic(), 0))
 
 
+def _leave_to_the_parent() -> None:
+    """In a process that was forked: its parent's threads are not here, whatever lock they had is nobody's."""
+    for channels in list(_live):
+        channels.leave_to_the_parent()
+
+
+os.register_at_fork(after_in_child=_leave_to_the_parent)
+
+
 class Channels:
     """The channels of one Communicator, made when they are first used.
 
@@ -56,23 +66,34 @@ class Channels:
         self._channels: dict[tuple[int, int, bool], _Channel] = {}
         _live.add(self)
 
-    def submit(self, call: Call, peer: int, tag: int, is_sender: bool) -> Work:
-        """Hand a call with one tensor to send, or one to receive, to its channel."""
-        self._exchange.check_open("send" if is_sender else "recv")  # a forked process has the lock for ever, if it has
+    def submit(self, call: Call, peer: int, tag: int, is_sender: bool) -> None:
+        """Hand a call with one tensor to send, or one to receive, to its channel.
+
+        Raises:
+            PeerError: no thread can be started for it.
+        """
         with self._lock:
             self._exchange.check_open("send" if is_sender else "recv")
             if self._stopped:
                 raise InvalidArgument("point_to_point: this Communicator is closed; make another")
             key = (peer, tag, is_sender)
             if key not in self._channels:
-                self._channels[key] = _Channel(self._exchange, *key)
+                self._channels[key] = self._channel(*key)
             self._channels[key].calls.put(call)
-        return Work([call])
+
+    def _channel(self, peer: int, tag: int, is_sender: bool) -> _Channel:
+        try:
+            return _Channel(self._exchange, peer, tag, is_sender)
+        except RuntimeError as exc:  # the peer waits, and nobody would ever answer
+            text = f"rank {self._exchange.rank} cannot start a thread for its messages: {exc}; raise the limit"
+            raise self._exchange.give_up(PeerError(text), exc) from exc
+
+    def leave_to_the_parent(self) -> None:
+        """This process was forked."""
+        self._lock, self._channels = threading.RLock(), {}
 
     def stop(self, timeout_s: float) -> None:
         """End the threads after the messages they have; waits at most timeout_s."""
-        if self._exchange.is_parents:
-            return
         deadline = time.monotonic() + timeout_s
         with self._lock:
             self._stopped = True

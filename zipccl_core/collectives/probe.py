@@ -13,6 +13,7 @@ from ..policy.threshold import NEVER_BYTES, PROBED_BYTES, threshold_bytes
 from .call import Call
 from .exchange import Exchange
 from .transport import let_others
+from .work import wait_for
 
 ROUNDS = 3
 SIGMA = 0.02
@@ -53,7 +54,8 @@ def probe(
             if threshold_bytes({n_bytes: times[n_bytes]}) != NEVER_BYTES:
                 break  # it pays from here on
         exchange.thresholds[kind] = max(threshold_bytes(times), exchange.policy.min_bytes)
-    exchange.submit(Call("barrier")).wait()  # nothing is under way after it
+    exchange.submit(last := Call("barrier"))
+    wait_for([last])  # nothing is under way after it
     exchange.forget()
     forget()
     for pipeline in exchange.pipelines.values():

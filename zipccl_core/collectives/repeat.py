@@ -68,14 +68,19 @@ class Memory:
         """
         if type(output) is not Tensor or type(input) is not Tensor:
             return None
-        known = self._known.get(_key(operation, output, input, more))
-        if known is None or not output.is_contiguous() or output.is_neg() or output.requires_grad:
-            return None  # see is_plain; torch would add a hook to what requires grad at each call
-        if output is not input:
-            if not input.is_contiguous() or input.is_neg():
-                return None
-            if overlaps(output, known.output_bytes, input, known.input_bytes, known.in_place_at):
-                return None
+        try:
+            known = self._known.get(_key(operation, output, input, more))
+            if known is None or not output.is_contiguous() or output.is_neg() or output.requires_grad:
+                return None  # see is_plain; torch would add a hook to what requires grad at each call
+            if output.is_inference():
+                return None  # see bare
+            if output is not input:
+                if not input.is_contiguous() or input.is_neg():
+                    return None
+                if overlaps(output, known.output_bytes, input, known.input_bytes, known.in_place_at):
+                    return None
+        except Exception:  # a tensor that lacks some of it: whoever looks at it as if it were new says so
+            return None
         if known.alike is not None and (input.requires_grad or not known.device.is_current()):
             return None  # views of it would be part of a graph; a capture there would not be seen
         return None if known.device.is_capturing() else known

@@ -15,17 +15,24 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import AllgatherOptions  # type: ignore[attr-defined]
 
-from ..errors import InvalidArgument, ZipcclError
+from ..errors import InvalidArgument, ZipcclError, again
 from ..policy.switch import Decision
 from .call import Call
-from .exchange import Exchange, again
+from .exchange import Exchange
 from .message import raw_view
 from .reduce import ReduceSpec
+from .work import TorchWork, Work, wait_for
 
 
 def go_straight(
-    exchange: Exchange, call: Call, async_op: bool, is_strided: bool, sent_bytes: int, decision: Decision
-) -> Any:
+    exchange: Exchange,
+    call: Call,
+    output: Tensor,
+    async_op: bool,
+    is_strided: bool,
+    sent_bytes: int,
+    decision: Decision,
+) -> TorchWork | None:
     """Start a call of the backend; behind the calls that this Communicator still has to queue, if there are any.
 
     All of them use one connection, whose order must be every rank's. A call that stands behind others is started by the
@@ -33,6 +40,7 @@ def go_straight(
 
     Args:
         call: with operation, device, `straight` and `finish`.
+        output: as the caller gave it.
         async_op: give its Work.
         is_strided: `finish` has something to do.
         sent_bytes, decision: for the books.
@@ -49,22 +57,32 @@ def go_straight(
     assert start is not None
     call.straight = lambda: guarded(exchange, call.operation, start)
     follows = exchange.is_queuing() or (async_op and is_strided)
-    work: Any = exchange.follow(call) if follows else call.straight()
+    work: Any = None
+    if follows:
+        exchange.follow(call)
+    else:
+        work = call.straight()
     exchange.count_native(call.operation, sent_bytes, decision)
     if async_op:
-        return work if follows else Begun(exchange, call.operation, work)
+        return Work([call], (output,)) if follows else Begun(exchange, call.operation, work, output)
+    if follows:
+        wait_for([call])
+        return None
     work.wait()
-    if call.on is None:
-        call.finish()
+    call.finish()
     return None
 
 
-class Begun:
-    """The backend's Work of a call that went straight to it, with all methods of ours; NCCL's lacks some."""
+class Begun(TorchWork):
+    """The backend's Work of a call that went straight to it, with all methods of ours; NCCL's lacks some.
 
-    __slots__ = ("_error", "_exchange", "_operation", "_work")
+    Args:
+        work: the backend's.
+        output: as the caller gave it.
+    """
 
-    def __init__(self, exchange: Exchange, operation: str, work: Any) -> None:
+    def __init__(self, exchange: Exchange, operation: str, work: Any, output: Tensor) -> None:
+        TorchWork.__init__(self, (output,))
         self._exchange, self._operation, self._work = exchange, operation, work
         self._error: Exception | None = None
 
@@ -76,16 +94,23 @@ class Begun:
             self._error = refusal(self._exchange, self._operation, exc)
             raise self._error from exc
 
-    def is_success(self) -> bool:
-        """Whether all is done without an error, as far as is known."""
-        return bool(self._work.is_completed()) and self.exception() is None
+    def is_completed(self) -> bool:
+        """As the backend's."""
+        return bool(self._work.is_completed())
 
     def exception(self) -> Exception | None:
         """What wait() has raised, or what has finished the Communicator."""
         return self._error or self._exchange.broken
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
+    def _future(self, value: Callable[[], Any]) -> torch.futures.Future[Any]:
+        """The backend's, in whose order streams are: no thread waits."""
+
+        def came(backends: torch.futures.Future[Any]) -> Any:
+            backends.value()  # raises what it failed with
+            return value()
+
+        future: torch.futures.Future[Any] = self._work.get_future().then(came)
+        return future
 
 
 def guarded(exchange: Exchange, operation: str, start: Callable[..., Any], *tensors: Tensor) -> Any:

@@ -27,12 +27,13 @@ from ..errors import PeerError
 from .board import Board
 from .mailbox import Mailbox, connect
 from .message import Message, as_tensor
+from .stragglers import let_go
 from .wire import CONTROL_BYTES
 
 _CONTROL_TAG, _ABORT_TAG = 1, 2
 _FOREVER = timedelta(days=3650)
 _FAREWELL_S = 2.0
-_CONNECT_S = 30.0
+_CONNECT_S, _CONNECT_LOOK_S = 30.0, 0.25
 _BYE = b"ZBYE".ljust(CONTROL_BYTES, b"\0")
 _NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 LOOKS, _LOOKS_ELSEWHERE = 200, 8
@@ -185,19 +186,48 @@ class Transport:
         self._watched: dict[int, queue.SimpleQueue[tuple[Watched, timedelta] | None]] = {}
         if not self._peers:
             return
-        timeout = timedelta(seconds=max(timeout_s, _CONNECT_S))
-        try:
-            for name in GROUPS:
-                self._groups[name] = dist.ProcessGroupGloo(board.backend_store(name), rank, size, timeout)
-        except RuntimeError as exc:
-            absent = board.absent("cannot connect", _FAREWELL_S)
-            who = f"ranks {absent} of {size} did not connect" if absent else f"rank {rank} of {size} cannot connect"
-            text = f"Communicator: {who}: {exc}; see whether they died"
-            raise board.settle(PeerError(text)) from exc
+        self._connect(board, rank, size, max(timeout_s, _CONNECT_S))
         for peer in self._peers:
             thread = threading.Thread(target=self._listen, args=(peer,), name=f"zipccl-listener-{peer}", daemon=True)
             self.listeners.append(thread)
             thread.start()
+
+    def _connect(self, board: Board, rank: int, size: int, limit_s: float) -> None:
+        """Make the groups, on a thread of its own: for a store whose host is stopped, gloo waits without an end."""
+        failures: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                for name in GROUPS:
+                    store = board.backend_store(name)
+                    self._groups[name] = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=limit_s))
+            except RuntimeError as exc:
+                failures.append(exc)
+
+        thread = threading.Thread(target=run, name="zipccl-connect", daemon=True)
+        deadline = time.monotonic() + limit_s + _FAREWELL_S
+        try:
+            thread.start()
+        except RuntimeError as exc:
+            failures.append(exc)
+        try:
+            while thread.is_alive() and time.monotonic() < deadline:
+                thread.join(_CONNECT_LOOK_S)
+                if thread.is_alive() and (published := board.published(0.0)) is not None:
+                    raise published
+        finally:
+            let_go([thread], _FAREWELL_S)
+        if thread.is_alive():
+            failures.append(RuntimeError("timed out"))
+        if not failures:
+            return
+        why, absent = failures[0], list[int]()
+        if "imed out" in str(why) or "onnection" in str(why):  # else this rank lacks something
+            absent = board.absent("cannot connect", _FAREWELL_S)
+            board.check()
+        who = f"ranks {absent} of {size} did not connect" if absent else f"rank {rank} of {size} cannot connect"
+        hint = "see whether they died" if absent else "see what it lacks"
+        raise board.settle(PeerError(f"Communicator: {who}: {why}; {hint}")) from why
 
     def group(self, name: str) -> Any:
         """One of GROUPS; RuntimeError once they are gone."""
@@ -292,8 +322,12 @@ class Transport:
                     group.recv([nothing], peer, _ABORT_TAG).wait(timedelta(milliseconds=1))
         # A group's destructor waits for its event loop, about 25 ms of idleness: all together, not one by one.
         droppers = [threading.Thread(target=groups.pop, args=(name,), daemon=True) for name in list(groups)]
-        for dropper in droppers:
-            dropper.start()
+        try:
+            for dropper in droppers:
+                dropper.start()
+        except RuntimeError:  # no thread can be started
+            groups.clear()
+            return
         for dropper in droppers:
             dropper.join(_FAREWELL_S)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 import zlib
 from dataclasses import dataclass
 from typing import Literal
@@ -15,6 +16,7 @@ COMPRESS = ("auto", "always", "never")
 CODEBOOKS = ("fitted", "gaussian")
 REDUCTIONS = ("ordered", "native")
 VERIFY = ("auto", "wait", "late")
+MOST_TIMEOUT_S = 1e8  # the backends count in nanoseconds
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,10 @@ class Policy:
             "auto" is "wait" on the CPU and "late" on CUDA.
         retransmit: with "wait", on the CPU, messages that came damaged are sent once more, uncoded, before it is an
             error.
-        timeout_s: seconds a call waits for its peers before RankTimeout.
+        timeout_s: seconds a call waits for its peers before RankTimeout; 1e8, three years, at most.
+
+    Raises:
+        InvalidArgument: a value is of the wrong type, or out of its range.
     """
 
     compress: Literal["auto", "always", "never"] = "auto"
@@ -54,12 +59,29 @@ class Policy:
                 raise InvalidArgument(f"Policy: {field} must be one of {allowed}, got {getattr(self, field)!r}")
         if not isinstance(self.codebook, Codebook) and self.codebook not in CODEBOOKS:
             raise InvalidArgument(f"Policy: codebook must be one of {CODEBOOKS} or a Codebook, got {self.codebook!r}")
-        if self.min_bytes < 0:
-            raise InvalidArgument(f"Policy: min_bytes must not be negative, got {self.min_bytes}")
-        if not 0 <= self.prefix_percent <= 100:
+        if not isinstance(self.retransmit, bool):
+            raise InvalidArgument(f"Policy: retransmit must be True or False, got {self.retransmit!r}")
+        # As Python's own numbers: ranks compare policies by how they are written.
+        if not 0 <= self._number("min_bytes") < 2**63 or self.min_bytes != int(self.min_bytes):
+            raise InvalidArgument(f"Policy: min_bytes must be a whole number, not negative, got {self.min_bytes}")
+        object.__setattr__(self, "min_bytes", int(self.min_bytes))
+        if not 0 <= self._number("prefix_percent") <= 100:
             raise InvalidArgument(f"Policy: prefix_percent must be 0 to 100, got {self.prefix_percent}")
-        if not 0 < self.timeout_s < float("inf"):
-            raise InvalidArgument(f"Policy: timeout_s must be positive and finite, got {self.timeout_s}")
+        object.__setattr__(self, "prefix_percent", float(self.prefix_percent))
+        if not 0 < self._number("timeout_s") <= MOST_TIMEOUT_S:
+            raise InvalidArgument(
+                f"Policy: timeout_s must be positive, and {MOST_TIMEOUT_S:g} at most, got {self.timeout_s}"
+            )
+        object.__setattr__(self, "timeout_s", float(self.timeout_s))
+
+    def _number(self, field: str) -> float:
+        value = getattr(self, field)
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise InvalidArgument(f"Policy: {field} must be a number, got {value!r}")
+        try:
+            return float(value)
+        except OverflowError:
+            return float("inf")
 
     def fingerprint(self) -> int:
         """32 bits that differ, but for one chance in 2³², between policies that differ."""

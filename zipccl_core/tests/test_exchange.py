@@ -516,7 +516,7 @@ def test_a_store_that_never_answers_holds_nobody_up() -> None:
     store = DeafStore()
     began = time.monotonic()
     board = Board(store, 0, 2)  # type: ignore[arg-type]
-    with pytest.raises(PeerError, match=r"no answer within .* see whether the process that hosts it"):
+    with pytest.raises(PeerError, match="does not answer; see whether the process that hosts it"):
         board.agree({"a": 1}, 0.5)
     error = RankTimeout("rank 1 did not arrive")
     assert str(board.settle(error)) == str(error)

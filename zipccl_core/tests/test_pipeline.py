@@ -445,14 +445,14 @@ def test_a_reduce_scatter_into_its_own_shard_copies_nothing_and_is_remembered(
     ranks, n = make(3, Policy(compress=compress, timeout_s=20.0)), BLOCK_WORDS + 1
     inputs = [data(3 * n, r) for r in range(3)]
     copied: list[int] = []
-    flat_input = communicator._flat_input
+    flat_input = communicator.flat_input
 
     def counted(input: torch.Tensor, *outputs: torch.Tensor) -> torch.Tensor:
         flat = flat_input(input, *outputs)
         copied.extend([flat.numel()] * (flat.data_ptr() != input.data_ptr()))
         return flat
 
-    monkeypatch.setattr(communicator, "_flat_input", counted)
+    monkeypatch.setattr(communicator, "flat_input", counted)
     built = [0] * 3
 
     def run(rank: int) -> list[bool]:
@@ -903,9 +903,12 @@ def test_a_work_of_nccls_is_given_the_methods_that_it_lacks(make: Any) -> None:
             raise NotImplementedError("WorkNCCL::isSuccess() is deprecated")
 
     exchange = make(2).comms[0]._exchange
-    assert [straight.Begun(exchange, "", Work(over)).is_success() for over in (False, True)] == [False, True]
-    begun = straight.Begun(exchange, "all_reduce", Work(True))
-    assert (begun.wait(), begun.wait(timeout=timedelta(seconds=1)), begun.exception(), begun.over) == (
+    assert [straight.Begun(exchange, "", Work(over), nothing(1)).is_success() for over in (False, True)] == [
+        False,
+        True,
+    ]
+    begun = straight.Begun(exchange, "all_reduce", Work(True), nothing(1))
+    assert (begun.wait(), begun.wait(timeout=timedelta(seconds=1)), begun.exception(), begun.is_completed()) == (
         True,
         False,
         None,
@@ -913,7 +916,7 @@ def test_a_work_of_nccls_is_given_the_methods_that_it_lacks(make: Any) -> None:
     )
     broken = Work(True)
     broken.wait = lambda *timeout: (_ for _ in ()).throw(ValueError("no such tensor"))  # type: ignore[method-assign]
-    begun = straight.Begun(exchange, "all_reduce", broken)
+    begun = straight.Begun(exchange, "all_reduce", broken, nothing(1))
     with pytest.raises(InvalidArgument, match="all_reduce: the backend refuses it: no such tensor"):
         begun.wait()
     assert isinstance(begun.exception(), InvalidArgument)

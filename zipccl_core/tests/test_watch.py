@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zipccl_core import Policy
-from zipccl_core.collectives import exchange, link, straight, watch
+from zipccl_core.collectives import exchange, link, stragglers, straight, watch
 from zipccl_core.collectives.watch import Watch
 from zipccl_core.errors import PeerError, RankTimeout
 from zipccl_core.frame import BLOCK_WORDS
@@ -137,7 +137,8 @@ def test_who_gives_up_does_not_wait_for_all_that_nccl_has_to_end(monkeypatch: py
     began = time.monotonic()
     nccl.abort()
     assert 0.2 <= time.monotonic() - began < 5
-    assert len([thread for thread in link._aborting if thread.is_alive()]) == 2
+    waiting = [thread for thread, limit_s in stragglers._let_go if limit_s == link.NCCL_GRACE_S]
+    assert [thread.is_alive() for thread in waiting[-2:]] == [True, True]
     ended.set()
-    link._let_aborts_end()
-    assert not any(thread.is_alive() for thread in link._aborting)
+    stragglers._join_at_exit()
+    assert not any(thread.is_alive() for thread in waiting)
