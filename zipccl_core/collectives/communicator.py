@@ -33,9 +33,9 @@ from .board import Board, group_store
 from .call import Call, nothing
 from .cuda_device import has_nccl, pipeline_on_cuda, refuse_capture
 from .device import MESSAGES, Device
-from .exchange import GRACE_S, Exchange, facts
+from .exchange import Exchange, facts
 from .message import dtype_text, patterns
-from .point_to_point import TAGS, Channels
+from .point_to_point import BEHIND_S, TAGS, Channels
 from .probe import probe
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
 from .repeat import (
@@ -1014,7 +1014,7 @@ def _to_the_host(flat: torch.Tensor, device: Device, exchange: Exchange) -> Call
 
     def lay_out(call: Call) -> None:
         began = time.monotonic()
-        deadline = began + exchange.policy.timeout_s + GRACE_S  # it may be behind a collective, whose peers are late
+        deadline = began + exchange.policy.timeout_s + BEHIND_S
         with device.attached():
             while not copy.query():
                 if exchange.broken is not None:

@@ -21,12 +21,14 @@ import torch
 from ..errors import CorruptFrame, InvalidArgument, PeerError, ZipcclError, again
 from ..policy.switch import Decision, explain
 from .call import Call, nothing
-from .exchange import EXIT_S, Exchange
+from .exchange import EXIT_S, GRACE_S, Exchange
 from .message import Incoming, Message, dtype_text, encode_message
 from .transport import Disconnected
 from .wire import CallRecord, Verdict
 
 TAGS = 1 << 27
+BEHIND_S = 2 * GRACE_S
+"""How much longer a message is waited for: it may be behind a collective, and whom that waits for is named by then."""
 _FIRST_TAG = 1 << 30  # above every tag of the collectives
 _RECORD, _DATA, _VERDICT, _MIRROR = 0, 1, 2, 4
 _TAGS_A_CHANNEL = 8
@@ -147,7 +149,7 @@ class _Channel:
 
     def _carry(self, call: Call) -> None:
         exchange, title = self._exchange, self._title(call)
-        deadline = time.monotonic() + exchange.policy.timeout_s
+        deadline = time.monotonic() + exchange.policy.timeout_s + BEHIND_S
         call.ensure_laid_out()
         message = None
         if self._is_sender and call.sends and call.sends[0].numel():
@@ -179,14 +181,14 @@ class _Channel:
                 error, fatal = self._receive(call, call.receives[0], deadline, title)
         exchange.reached("verdict", call, self._peer)
         verdict = Verdict(call.sequence, exchange.rank, error, fatal).pack()
-        came = self._swap(verdict, Verdict.BYTES, _VERDICT, deadline + 1.0, title)
+        came = self._swap(verdict, Verdict.BYTES, _VERDICT, deadline + GRACE_S, title)
         answer = exchange.parsed(lambda: title, Verdict.parse, came)
         both = sorted((Verdict.parse(verdict), answer), key=lambda v: v.src)
         failed = next((v.error for v in both if v.error is not None), None)
         if failed is not None and any(v.fatal for v in both):
             raise exchange.give_up(failed, failed)
         for work in transfers:
-            exchange.wait_until(deadline + 1.0, work, title, [self._peer])
+            exchange.wait_until(deadline + GRACE_S, work, title, [self._peer])
         if failed is not None:
             raise failed
         call.finish()

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 
 from zipccl_core import Codebook, Policy
@@ -22,11 +23,33 @@ from zipccl_core.policy.switch import Switch, explain, prefix_bytes
         {"timeout_s": 0},
         {"timeout_s": float("inf")},
         {"timeout_s": float("nan")},
+        {"timeout_s": 1.1e8},
+        {"timeout_s": 10**400},
+        {"timeout_s": None},
+        {"timeout_s": "5"},
+        {"timeout_s": True},
+        {"min_bytes": 0.5},
+        {"min_bytes": 1 << 63},
+        {"min_bytes": "1"},
+        {"prefix_percent": None},
+        {"retransmit": 1},
     ],
 )
 def test_a_wrong_field_is_refused_by_name(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidArgument, match=next(iter(wrong))):
         Policy(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_number_of_any_type_is_the_same_policy() -> None:
+    """Ranks compare policies by how they are written."""
+    plain = Policy(timeout_s=5.0, min_bytes=1000, prefix_percent=3.0)
+    assert type(plain.min_bytes) is int
+    for other in (
+        Policy(timeout_s=5, min_bytes=1000.0, prefix_percent=3),  # type: ignore[arg-type]
+        Policy(timeout_s=np.float32(5), min_bytes=np.int64(1000), prefix_percent=np.int8(3)),  # type: ignore[arg-type]
+    ):
+        assert repr(other) == repr(plain)
+    assert Policy(timeout_s=1e8).timeout_s == 1e8
 
 
 def test_auto_is_a_threshold_on_the_bytes_of_a_message() -> None:
