@@ -115,15 +115,13 @@ class Begun(TorchWork):
 
 def guarded(exchange: Exchange, operation: str, start: Callable[..., Any], *tensors: Tensor) -> Any:
     """What start gives, or an error of ours; one too if it does not come back, or only since all was given up."""
-    watch = exchange.watch
-    watch.straight = operation
-    watch.count += 1
+    exchange.watch.enter(operation)
     try:
         work = start(*tensors)
     except Exception as exc:
         raise refusal(exchange, operation, exc) from exc
     finally:
-        watch.straight = ""
+        exchange.watch.leave()
     if exchange.broken is not None:
         raise again(exchange.broken)
     return work

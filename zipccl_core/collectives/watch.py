@@ -5,7 +5,6 @@ Only another thread can end such a call, by giving up the connections that it wa
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -19,6 +18,8 @@ LOST_S = 2.0
 """How long a call may go on once a peer is gone: what that has sent before may still come."""
 
 _FOREVER = float("inf")
+_Entry = tuple[Any, float]
+"""What is done, and its deadline: another object each time."""
 
 
 class Watch:
@@ -27,20 +28,14 @@ class Watch:
     Args:
         peer_is_lost: whether a peer is gone.
         overdue: (what) → gives up; called once, on the watch's own thread.
-        patience_s: how long a straight call may take.
-
-    Attributes:
-        straight, count: the operation of a straight call that is in the backend, empty if none is, and how many there
-            have been. Set by who makes one, in as few steps as there can be: they cost as much as all the rest of it.
+        patience_s: how long any may take.
     """
 
     def __init__(
         self, peer_is_lost: Callable[[], bool], overdue: Callable[[Any], object], patience_s: float = _FOREVER
     ) -> None:
         self._peer_is_lost, self._overdue, self._patience_s = peer_is_lost, overdue, patience_s
-        self.straight, self.count = "", 0
-        self._inside: dict[int, tuple[int, Any, float]] = {}
-        self._numbers = itertools.count()
+        self._inside: dict[int, _Entry] = {}
         self._stopped = threading.Event()
         self.thread: threading.Thread | None = None
 
@@ -54,34 +49,33 @@ class Watch:
         """Look no more."""
         self._stopped.set()
 
-    def enter(self, what: Any, deadline: float) -> None:
+    def enter(self, what: Any, deadline: float = _FOREVER) -> None:
         """The calling thread goes into the backend, until `leave`.
 
         Args:
             what: for `overdue`.
             deadline: of time.monotonic().
         """
-        self._inside[threading.get_ident()] = next(self._numbers), what, deadline
+        self._inside[threading.get_ident()] = (what, deadline)
 
     def leave(self) -> None:
         """It is back."""
         self._inside.pop(threading.get_ident(), None)
 
     def _run(self) -> None:
-        since: dict[Any, float] = {}  # what is there → when it was seen first
+        seen: dict[int, tuple[_Entry, float]] = {}  # what each thread is in, and since when
         lost_since = _FOREVER
         while not self._stopped.wait(PERIOD_S):
             now = time.monotonic()
             if self._peer_is_lost():
                 lost_since = min(lost_since, now)
-            there = [(thread, *entry) for thread, entry in list(self._inside.items())]
-            if operation := self.straight:
-                there.append((0, self.count, operation, _FOREVER))
-            since = {(thread, which): since.get((thread, which), now) for thread, which, _, _ in there}
-            for thread, which, what, deadline in there:
-                seen = since[thread, which]
-                until = min(deadline, seen + self._patience_s) if thread == 0 else deadline
-                if now > min(until, max(seen, lost_since) + LOST_S):
+            before, seen = seen, {}
+            for thread, entry in list(self._inside.items()):
+                known = before.get(thread)
+                since = known[1] if known is not None and known[0] is entry else now
+                seen[thread] = entry, since
+                what, deadline = entry
+                if now > min(deadline, since + self._patience_s, max(since, lost_since) + LOST_S):
                     self._give_up(what)
                     return
 

@@ -142,3 +142,27 @@ def test_who_gives_up_does_not_wait_for_all_that_nccl_has_to_end(monkeypatch: py
     ended.set()
     stragglers._join_at_exit()
     assert not any(thread.is_alive() for thread in waiting)
+
+
+def test_of_two_threads_in_the_backend_the_one_that_stays_is_bounded_when_the_other_has_come_back() -> None:
+    overdue: list[Any] = []
+    watching = Watch(lambda: False, overdue.append, patience_s=1.0)
+    fake: Any = SimpleNamespace(watch=watching, broken=None)
+    watching.start()
+    over, began = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        began.set()
+        over.wait(LIMIT_S)
+
+    staying = threading.Thread(target=straight.guarded, args=(fake, "stays", stay), daemon=True)
+    staying.start()
+    assert began.wait(LIMIT_S)
+    straight.guarded(fake, "comes back", lambda: None)
+    until = time.monotonic() + LIMIT_S
+    while not overdue and time.monotonic() < until:
+        time.sleep(0.01)
+    over.set()
+    staying.join(LIMIT_S)
+    assert overdue == ["stays"]
+    watching.stop()
