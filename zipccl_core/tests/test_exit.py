@@ -59,9 +59,10 @@ print("ended", rank)
 """
 
 
-def run(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, text: str, what: str) -> subprocess.CompletedProcess[str]:
+    """A script on two ranks, with one argument."""
     script = folder / "script.py"
-    script.write_text(SCRIPT)
+    script.write_text(text)
     command = [
         sys.executable,
         "-m",
@@ -73,12 +74,12 @@ def run(folder: Path, what: str) -> subprocess.CompletedProcess[str]:
         what,
     ]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=env)
 
 
 @pytest.mark.parametrize("what", ["dropped", "receive_pending", "exits_early", "leaves_it_under_way"])
 def test_a_process_that_does_not_close_ends_cleanly(tmp_path: Path, what: str) -> None:
-    done = run(tmp_path, what)
+    done = run(tmp_path, SCRIPT, what)
     assert done.returncode == 0, done.stdout + done.stderr
     leaves = what in ("exits_early", "leaves_it_under_way")
     assert done.stdout.count("ended") == (1 if leaves else 2)
@@ -87,7 +88,7 @@ def test_a_process_that_does_not_close_ends_cleanly(tmp_path: Path, what: str) -
 
 
 def test_a_forked_process_is_refused_and_harms_nothing_when_it_ends(tmp_path: Path) -> None:
-    done = run(tmp_path, "forks")
+    done = run(tmp_path, SCRIPT, "forks")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("told: this process was forked from the one that made the Communicator") == 2 * 3
     assert done.stdout.count("child 0") == 2

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +19,7 @@ from zipccl_core.collectives import straight
 from zipccl_core.errors import PeerError, RankTimeout
 from zipccl_core.frame import BLOCK_WORDS
 from zipccl_core.tests.test_exchange import Ranks
+from zipccl_core.tests.test_exit import run
 from zipccl_core.tests.test_pipeline import data, make, nothing, same, summed
 
 __all__ = ["make"]  # a fixture
@@ -232,20 +230,7 @@ dist.destroy_process_group()
 
 @pytest.mark.parametrize("what", ["fsdp2", "ddp"])
 def test_torch_s_own_parallel_modules_wait_for_it(tmp_path: Path, what: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(script),
-        what,
-    ]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=env)
+    done = run(tmp_path, SCRIPT, what)
     assert done.returncode == 0, done.stdout + done.stderr
     said = [line.split() for line in done.stdout.splitlines() if line.startswith("same")]
     assert [words[1] for words in said] == ["True"] * 2, done.stdout
