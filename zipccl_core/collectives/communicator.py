@@ -171,7 +171,7 @@ class Communicator:
             slots = [flat_out.narrow(0, r * n, n) for r in range(self._size)]
             in_place = is_plain(input) and input.data_ptr() == slots[self._rank].data_ptr()
             flat_in = input.reshape(-1) if in_place else flat_input(input, output)
-            alike = gathering(output, input, self._size)
+            alike = functools.partial(gathering, output, input, self._size)
             self._note("all_gather_into_tensor", output, input, None, alike, self._rank * bytes_of(input))
             return [self._gathering(flat_in, slots, n, finish)]
 
@@ -229,7 +229,7 @@ class Communicator:
             flat_out, finish = flat_output(to)
             shards = [flat_in.narrow(0, r * n, n) for r in range(self._size)]
             if ordered:
-                alike = reducing(to, source, self._size, spec)
+                alike = functools.partial(reducing, to, source, self._size, spec)
                 self._note("reduce_scatter_tensor", to, source, more, alike, in_place_at)
             return [self._reduction(spec, shards, flat_in, flat_out, finish)]
 
@@ -287,7 +287,8 @@ class Communicator:
                     f"and {receives[self._rank].numel()} in the output"
                 )
             if equal and to is not source:
-                self._note("all_to_all_single", to, source, None, exchanging(to, source, self._size))
+                alike = functools.partial(exchanging, to, source, self._size)
+                self._note("all_to_all_single", to, source, None, alike)
             return [Call(dtype=flat_in.dtype, sends=sends, receives=receives, finish=finish)]
 
         if equal and (group := self._straight("all_to_all", input, self._size)) is not None:
@@ -363,7 +364,7 @@ class Communicator:
                 native.native = lambda group, timeout: all_reduce_native(group, flat, spec, timeout)
                 return [native]
             mine = shards[self._rank]
-            alike = reducing_in_place(flat, self._rank, self._size, direct, spec)
+            alike = functools.partial(reducing_in_place, flat, self._rank, self._size, direct, spec)
             self._note("all_reduce", words, words, more, alike)
             if direct:
                 return [self._reduction(spec, shards, flat, flat, finish)]
@@ -800,13 +801,13 @@ class Communicator:
         output: torch.Tensor,
         input: torch.Tensor,
         more: Any,
-        alike: Alike,
+        alike: Callable[[], Alike],
         in_place_at: int | None = None,
     ) -> None:
         """Remember a coded call on a device, whose arguments were right. The host's are told of as they are issued."""
         pipeline = self._exchange.pipelines.get(output.device.type)
         if pipeline is not None:
-            known = Known(pipeline.device, bytes_of(output), bytes_of(input), in_place_at, alike=alike)
+            known = Known(pipeline.device, bytes_of(output), bytes_of(input), in_place_at, alike=alike())
             self._memory.note(operation, output, input, more, known)
 
     def _go_straight(
