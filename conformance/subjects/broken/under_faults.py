@@ -6,6 +6,7 @@ one in ranks of its own, as faults/ does.
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from conformance.subjects.zipccl import ZipcclCommunicator, communicator_with_seam
-from zipccl_core.collectives import board, exchange, message
+from zipccl_core.collectives import board, communicator, exchange, message, work
 from zipccl_core.collectives.wire import Envelope
 from zipccl_core.errors import CorruptFrame, PeerError, ZipcclError
 from zipccl_core.frame import parse_header
@@ -25,7 +26,7 @@ _REAL = {
     "open": message.Incoming.open,
     "unpack": message.Incoming.unpack,
     "encode_message": message.encode_message,
-    "wait": exchange.Work.wait,
+    "wait_for": work.wait_for,
     "last_arrivals": exchange.Exchange.last_arrivals,
 }
 
@@ -106,13 +107,11 @@ def waits_without_bound(group: dist.ProcessGroup, seam: Any, **policy: Any) -> Z
 def swallows_peer_error(group: dist.ProcessGroup, seam: Any, **policy: Any) -> ZipcclCommunicator:
     """Returns as if all were well when a peer disagrees, failed or is gone."""
 
-    def wait(self: exchange.Work, timeout: Any = None) -> bool:
-        try:
-            return bool(_REAL["wait"](self, timeout))
-        except PeerError:
-            return True
+    def wait_for(*args: Any) -> None:
+        with contextlib.suppress(PeerError):
+            _REAL["wait_for"](*args)
 
-    exchange.Work.wait = wait  # type: ignore[method-assign]
+    communicator.wait_for = work.wait_for = wait_for  # type: ignore[attr-defined]
     return communicator_with_seam(group, seam, **policy)
 
 
