@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,10 +45,45 @@ def check_tensor(name: str, tensor: object) -> None:
         raise InvalidArgument(f"{name} must not be {what}; give its {instead}")
     if tensor.device.type not in ("cpu", "cuda") or tensor.layout != torch.strided:
         raise InvalidArgument(f"{name} must be a strided tensor on cpu or cuda, got {tensor.layout} on {tensor.device}")
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or torch._is_functional_tensor(tensor):
+        raise InvalidArgument(f"{name} must have memory of its own, and tensors within torch.func do not")
+    if not _can_be_copied(tensor.dtype):
+        raise InvalidArgument(
+            f"{name} must be of a dtype whose elements torch copies, got {tensor.dtype}; view it as bytes"
+        )
+    if tensor._is_zerotensor() or _span(tensor)[1] > _end(tensor):
+        raise InvalidArgument(f"{name} must have memory for all its {tensor.numel()} elements; its storage is smaller")
+
+
+@functools.cache
+def _can_be_copied(dtype: torch.dtype) -> bool:
     try:
-        tensor.untyped_storage()
-    except NotImplementedError as exc:
-        raise InvalidArgument(f"{name} must have memory, which tensors within torch.func do not: {exc}") from exc
+        torch.empty(1, dtype=dtype, device="cpu").clone()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return True
+
+
+def _end(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() + storage.nbytes()
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from the first byte of its elements to behind the last."""
+    if tensor.numel() == 0:
+        return 0, 0
+    furthest = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
+    return begin, begin + (furthest + 1) * tensor.element_size()
+
+
+def check_modes() -> None:
+    """InvalidArgument if torch's operations give something else than words now."""
+    if torch._C._len_torch_dispatch_stack() and type(torch.empty(0, device="cpu")) is not Tensor:
+        raise InvalidArgument("not within a mode in which torch's tensors hold no words, such as FakeTensorMode")
+    if torch._C._get_tracing_state() is not None:
+        raise InvalidArgument("not within torch.jit.trace: what is sent would not be recorded")
 
 
 def bare(tensor: Tensor) -> Tensor:
@@ -83,7 +119,9 @@ def flat_input(input: Tensor, *outputs: Tensor) -> Tensor:
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr() and a.numel() > 0 and b.numel() > 0
+    """Whether their memory does, whatever storages it counts to: numpy and DLPack make others of it."""
+    (begin_a, end_a), (begin_b, end_b) = _span(a), _span(b)
+    return begin_a < end_b and begin_b < end_a and a.device == b.device
 
 
 def flat_output(output: Tensor) -> tuple[Tensor, Callable[[], None]]:

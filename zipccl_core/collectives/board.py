@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
 import threading
@@ -17,7 +18,9 @@ from ..errors import PeerError, RankTimeout, ZipcclError
 from .wire import ERROR_KINDS
 
 _ERROR_KEY = "error"
-_POLL_S = 0.005
+_POLL_S, _WATCH_S = 0.005, 0.25
+LATE = "late"
+"""Where those who wait meet, when some ask who is late."""
 _ANSWER_S = 2.0  # what a store may take for one answer
 _Answer = TypeVar("_Answer")
 _KINDS = {kind.__name__: kind for kind in ERROR_KINDS}
@@ -25,6 +28,10 @@ _KINDS = {kind.__name__: kind for kind in ERROR_KINDS}
 
 class StoreGone(RuntimeError):
     """The store does not answer. Most often the process that hosts it, rank 0's or the launcher, is dead or stopped."""
+
+
+class NoThread(StoreGone):
+    """The store was not asked: this process cannot start a thread."""
 
 
 def bounded(ask: Callable[[], _Answer], seconds: float) -> _Answer:
@@ -48,7 +55,7 @@ def bounded(ask: Callable[[], _Answer], seconds: float) -> _Answer:
     except queue.Empty:
         raise StoreGone(f"the store of the process group gives no answer within {seconds:g} s") from None
     except RuntimeError as exc:  # no thread can be started
-        raise StoreGone(str(exc)) from exc
+        raise NoThread(str(exc)) from exc
     if isinstance(failed, (RuntimeError, ValueError)) and not isinstance(failed, ZipcclError):
         raise StoreGone(f"the store of the process group is gone: {failed}".splitlines()[0])
     if failed is not None:
@@ -56,10 +63,11 @@ def bounded(ask: Callable[[], _Answer], seconds: float) -> _Answer:
     return cast("_Answer", answer)
 
 
-def group_store(group: dist.ProcessGroup, timeout_s: float) -> Store:
+def group_stores(group: dist.ProcessGroup, timeout_s: float) -> tuple[Store, Store]:
     """A store of this Communicator alone, the same on all ranks of the group: named by the group and a running number.
 
-    Its blocking calls are bounded by timeout_s. The store itself counts the Communicators that each rank makes on a
+    By two clients, for the Board and for backends: a thread that waits in the store holds its client's lock. Blocking
+    calls of the first are bounded by timeout_s. The store itself counts the Communicators that each rank makes on a
     group, so they must be made in one order on all its ranks, as with torch's own groups; and a group that is made
     again with an old name on an old store meets no old keys.
 
@@ -67,42 +75,45 @@ def group_store(group: dist.ProcessGroup, timeout_s: float) -> Store:
         PeerError: the group's store does not answer.
     """
     try:
-        return bounded(lambda: _group_store(group, timeout_s), timeout_s)
+        return bounded(lambda: _group_stores(group, timeout_s), timeout_s)
     except StoreGone as exc:
-        raise _no_store() from exc
+        raise _no_store(exc) from exc
 
 
-def _no_store() -> PeerError:
-    """The same text on all ranks, whatever each has seen of it."""
+def _no_store(exc: StoreGone) -> PeerError:
+    """The same text on all ranks, whatever each has seen of the store."""
+    if isinstance(exc, NoThread):
+        return PeerError(f"Communicator: a rank cannot ask the store: {exc}; raise the limit of threads")
     return PeerError(
         "Communicator: the store of the process group does not answer; see whether the process that hosts it, often "
         "that of rank 0, is alive"
     )
 
 
-def _group_store(group: dist.ProcessGroup, timeout_s: float) -> Store:
+def _group_stores(group: dist.ProcessGroup, timeout_s: float) -> tuple[Store, Store]:
     get = getattr(dist.distributed_c10d, "_get_process_group_store")  # noqa: B009  (private, hence spelled out)
-    store = get(group)
-    if hasattr(store, "clone"):  # a client of its own: a thread that waits in the store holds its client's lock
-        store = store.clone()
-        store.set_timeout(timedelta(seconds=timeout_s))
+    store = of_board = get(group)
+    if hasattr(store, "clone"):
+        of_board = store.clone()
+        of_board.set_timeout(timedelta(seconds=timeout_s))
     name = f"zipccl/{group.group_name}"
-    number = store.add(f"{name}/made by rank {group.rank()}", 1)
-    return PrefixStore(f"{name}/{number}", store)
+    number = of_board.add(f"{name}/made by rank {group.rank()}", 1)
+    return PrefixStore(f"{name}/{number}", of_board), PrefixStore(f"{name}/{number}", store)
 
 
 class Board:
     """Store-backed agreement of the ranks of one Communicator.
 
     Args:
-        store: of this Communicator alone (`group_store`).
+        store: of this Communicator alone (`group_stores`).
         rank, size: in the group.
+        of_backends: the same by another client, for who waits in it; `store` if None.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, of_backends: Store | None = None) -> None:
         self._store, self._rank, self._size = store, rank, size
+        self._of_backends = store if of_backends is None else of_backends
         self.gone = ""  # why the store is not asked any more: a call that does not return holds its client
-        self._backends: Store | None = None
 
     def _ask(self, ask: Callable[[], _Answer], seconds: float) -> _Answer:
         """`bounded`, and no more once the store is gone."""
@@ -125,7 +136,7 @@ class Board:
         try:
             self._ask(lambda: self._agree(facts, timeout_s), timeout_s + _ANSWER_S)
         except StoreGone as exc:
-            raise _no_store() from exc
+            raise _no_store(exc) from exc
 
     def _agree(self, facts: dict[str, Any], timeout_s: float) -> None:
         if missing := self._missing("facts", json.dumps(facts, sort_keys=True), timeout_s):
@@ -154,7 +165,7 @@ class Board:
         try:
             return self._ask(lambda: self._share(name, mine, timeout_s), timeout_s + _ANSWER_S)
         except StoreGone as exc:
-            raise _no_store() from exc
+            raise _no_store(exc) from exc
 
     def _share(self, name: str, mine: Any, timeout_s: float) -> list[Any]:
         if missing := self._missing(name, json.dumps(mine), timeout_s):
@@ -219,14 +230,34 @@ class Board:
 
     def backend_store(self, name: str) -> Store:
         """A store in which the process group `name` of this Communicator finds its ranks."""
-        if self._backends is None:  # a client of their own: they wait in it, and the board is asked meanwhile
-            self._backends = self._store.clone() if hasattr(self._store, "clone") else self._store
-        return PrefixStore(name, self._backends)
+        return PrefixStore(name, self._of_backends)
+
+    def say_late(self) -> None:
+        """This rank waits for others: be not absent where some ask who is late."""
+        with contextlib.suppress(StoreGone):
+            self._ask(lambda: self._store.set(f"{LATE}/{self._rank}", "here"), _ANSWER_S)
+
+    def watch_for(self, over: threading.Event) -> list[ZipcclError]:
+        """What another rank publishes until it is over, as soon as it is here. A store that is slow is no trouble.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+        found: list[ZipcclError] = []
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):
+                while not over.wait(_WATCH_S) and not found:
+                    if self._store.check([_ERROR_KEY]):
+                        found.append(_revive(self._store.get(_ERROR_KEY)))
+
+        threading.Thread(target=run, name="zipccl-news", daemon=True).start()
+        return found
 
     def check(self) -> None:
         """Raise what no rank can go on after: what one has published, or that the store is gone."""
         if self.gone:
-            raise _no_store()
+            raise _no_store(StoreGone(self.gone))
         if (error := self.published(0.0)) is not None:
             raise error
 

@@ -42,6 +42,11 @@ class Done:
         """Whether it is; never waits."""
         return self._is_set
 
+    @property
+    def is_waited_for(self) -> bool:
+        """Whether a thread waits, or has waited in vain."""
+        return "_held" in self.__dict__
+
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until it is set, at most so many seconds; whether it is."""
         if self._is_set:

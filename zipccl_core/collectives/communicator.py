@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import functools
+import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import NoneType
 from typing import Any, Final
 
@@ -21,6 +22,7 @@ from .arguments import (
     bare,
     bytes_of,
     check_async_op,
+    check_modes,
     check_tensor,
     flat_input,
     flat_output,
@@ -29,7 +31,7 @@ from .arguments import (
     no_inference,
     split,
 )
-from .board import Board, group_store
+from .board import Board, group_stores
 from .call import Call, nothing
 from .cuda_device import has_nccl, pipeline_on_cuda, refuse_capture
 from .device import MESSAGES, Device
@@ -108,8 +110,6 @@ class Communicator:
     def __init__(self, group: dist.ProcessGroup | None = None, policy: Policy | None = None) -> None:
         group = dist.group.WORLD if group is None else group
         policy = Policy() if policy is None else policy
-        if not isinstance(policy, Policy):
-            raise InvalidArgument(f"Communicator: policy must be a zipccl_core.Policy, got {policy!r}")
         if not isinstance(group, dist.ProcessGroup):
             raise InvalidArgument(
                 f"Communicator: group must be a process group that this rank is in, got {group!r}; "
@@ -117,8 +117,13 @@ class Communicator:
             )
         self._rank, self._size = group.rank(), group.size()
         self._policy, self._group = policy, group
-        patience_s = max(policy.timeout_s, LEAST_MEETING_S)
-        board = Board(group_store(group, patience_s), self._rank, self._size)
+        is_policy = isinstance(policy, Policy)
+        patience_s = max(policy.timeout_s, LEAST_MEETING_S) if is_policy else LEAST_MEETING_S
+        store, of_backends = group_stores(group, patience_s)
+        board = Board(store, self._rank, self._size, of_backends)
+        if not is_policy:  # the others are coming, and count this one too
+            text = f"Communicator: policy must be a zipccl_core.Policy, got {policy!r} (on rank {self._rank})"
+            raise board.settle(InvalidArgument(text))
         board.agree(facts(policy, self._size), patience_s)
         self._exchange = Exchange(board, self._rank, self._size, policy)
         self._channels = Channels(self._exchange)
@@ -547,10 +552,11 @@ class Communicator:
         Raises:
             InvalidArgument: not a non-empty list of P2POps, or another operation in it.
         """
-        if not p2p_op_list or not all(isinstance(op, dist.P2POp) for op in p2p_op_list):
+        ops = list(p2p_op_list) if isinstance(p2p_op_list, Iterable) else []
+        if not ops or not all(isinstance(op, dist.P2POp) for op in ops):
             raise InvalidArgument("batch_isend_irecv: p2p_op_list must be a list of torch.distributed.P2POp, not empty")
         methods = {dist.isend: self.isend, dist.irecv: self.irecv}
-        return [methods[op.op](op.tensor, op.peer, op.tag) for op in p2p_op_list]
+        return [methods[op.op](op.tensor, op.peer, op.tag) for op in ops]
 
     # Objects: never coded, straight through the group
 
@@ -689,14 +695,17 @@ class Communicator:
             check_async_op(async_op)
             return build()
 
-        calls = self._submit(operation, checked, here=not async_op)
+        calls = self._submit(operation, checked, here=async_op is False)
         if async_op:
-            return Work(calls, (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs or ()))
+            return Work(
+                calls, (outputs,) if isinstance(outputs, torch.Tensor) else tuple(() if outputs is None else outputs)
+            )
         wait_for(calls)
         return None
 
     def _submit(self, operation: str, build: Callable[[], list[Call]], here: bool = False) -> list[Call]:
         try:
+            check_modes()
             with no_inference():
                 calls = build()
         except Exception as exc:  # InvalidArgument, or torch's own dislike of an argument
@@ -866,6 +875,10 @@ class Communicator:
         """The group rank of a src or dst given as global or as group rank."""
         if (rank is None) == (group_rank is None):
             raise InvalidArgument(f"give {name} (a global rank) or group_{name} (a rank of the group), and not both")
+        try:
+            rank, group_rank = (None if given is None else operator.index(given) for given in (rank, group_rank))
+        except TypeError as exc:
+            raise InvalidArgument(f"{name} and group_{name} are numbers, got {rank!r} and {group_rank!r}") from exc
         if group_rank is None:
             assert rank is not None
             members = range(self._size) if self._group is None else dist.get_process_group_ranks(self._group)

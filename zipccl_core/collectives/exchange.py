@@ -38,7 +38,7 @@ import torch
 from ..errors import CorruptFrame, InvalidArgument, PeerError, RankTimeout, ZipcclError, again
 from ..frame import DTYPES, FORMAT_VERSION
 from ..policy.switch import Decision, Policy, Switch, explain
-from .board import Board
+from .board import LATE, Board
 from .call import Call, Heard, Refused, data_tag, nothing, phase_range, title
 from .link import NCCL_GRACE_S
 from .message import Incoming, Message, Sent, dtype_text, encode_message
@@ -143,8 +143,13 @@ class Exchange:
         self.transport = Transport(board, rank, size, policy.timeout_s)
         # As long as the backend itself would let it.
         self.watch = Watch(lambda: bool(self.transport.lost), self._overdue, policy.timeout_s + NCCL_GRACE_S)
+        self.messages: set[Call] = set()  # between two ranks, that channels carry just now
         self._thread = threading.Thread(target=self._run, name="zipccl-progress", daemon=True)
-        self._thread.start()
+        self.transport.asked = self._say_whether_it_waits
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            raise self.transport.failed_to_begin(board, rank, exc) from exc
         _live.add(self)
 
     # The caller's thread
@@ -885,10 +890,11 @@ class Exchange:
         """
         if "imed out" in str(exc):
             if len(ranks) > 1:
-                # Whoever waits, here or elsewhere, comes to its deadline within GRACE_S; if it knows whom it waits
-                # for, it says so, and all take its word.
+                # Whoever waits, here or elsewhere, says so; who comes to its deadline meanwhile, and knows whom it
+                # waits for, names that, and all take its word.
                 try:
-                    absent = self.board.absent("late", 1.5 * GRACE_S)
+                    self.transport.ask(ranks)
+                    absent = self.board.absent(LATE, 1.5 * GRACE_S)
                 except ZipcclError as told:
                     return self._break(told)
                 ranks = [r for r in ranks if r in absent] or ranks
@@ -917,6 +923,12 @@ class Exchange:
             lost = self.transport.lost[:1]
             trouble = RuntimeError("its connection is lost" if lost else "timed out")
             self.transport_failed(title(what) if isinstance(what, Call) else what, trouble, lost or self.peers)
+
+    def _say_whether_it_waits(self) -> None:
+        """A peer asks who is late. Not this rank, if it carries a call through, or its caller waits for a message."""
+        messages = [call for call in list(self.messages) if call.done.is_waited_for]
+        if self._handed != self._taken or self._baton.locked() or messages:
+            self.board.say_late()
 
     def first_lost(self, within_s: float) -> list[int]:
         """The peer whose connection was lost first, if its listener knows within_s: others have only followed it."""

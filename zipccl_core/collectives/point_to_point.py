@@ -123,6 +123,7 @@ class _Channel:
         while (call := self.calls.get()) is not None:
             call.sequence, self._sequence = self._sequence, self._sequence + 1
             failed = True
+            self._exchange.messages.add(call)
             try:
                 self._exchange.check_open(call.operation)
                 self._carry(call)
@@ -139,6 +140,7 @@ class _Channel:
                     call.error = self._exchange.broken or PeerError(f"{self._title(call)} failed")
                 call.finish = nothing
                 call.sends, call.receives, call.lay_out = [], [], None
+                self._exchange.messages.discard(call)
                 call.done.set()
                 del call
 

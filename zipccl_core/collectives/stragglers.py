@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Sequence
 
-_let_go: list[tuple[threading.Thread, float]] = []
+_let_go: dict[threading.Thread, float] = {}
 
 
 def let_go(threads: Sequence[threading.Thread], limit_s: float) -> None:
     """Wait for threads no more, but at Python's end, where each may take so many seconds."""
-    _let_go[:] = [entry for entry in _let_go if entry[0].is_alive()]
-    _let_go.extend((thread, limit_s) for thread in threads if thread.is_alive())
+    for ended in [thread for thread in list(_let_go) if not thread.is_alive()]:
+        _let_go.pop(ended, None)
+    _let_go.update((thread, limit_s) for thread in threads if thread.is_alive())
 
 
 def join(threads: Sequence[threading.Thread], limit_s: float) -> None:
@@ -26,5 +27,5 @@ def join(threads: Sequence[threading.Thread], limit_s: float) -> None:
 @atexit.register
 def _join_at_exit() -> None:
     began = time.monotonic()
-    for thread, limit_s in _let_go:
+    for thread, limit_s in list(_let_go.items()):
         thread.join(max(began + limit_s - time.monotonic(), 0.0))

@@ -21,7 +21,8 @@ from .call import Call
 from .exchange import Exchange
 from .message import raw_view
 from .reduce import ReduceSpec
-from .work import TorchWork, Work, wait_for
+from .transport import is_of_the_connection
+from .work import TorchWork, Work, fail, wait_for
 
 
 def go_straight(
@@ -105,11 +106,16 @@ class Begun(TorchWork):
     def _future(self, value: Callable[[], Any]) -> torch.futures.Future[Any]:
         """The backend's, in whose order streams are: no thread waits."""
 
-        def came(backends: torch.futures.Future[Any]) -> Any:
-            backends.value()  # raises what it failed with
-            return value()
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=self._devices())
 
-        future: torch.futures.Future[Any] = self._work.get_future().then(came)
+        def came(backends: torch.futures.Future[Any]) -> None:
+            try:
+                backends.value()
+                future.set_result(value())
+            except Exception as exc:
+                fail(future, refusal(self._exchange, self._operation, exc))
+
+        self._work.get_future().add_done_callback(came)
         return future
 
 
@@ -131,7 +137,7 @@ def refusal(exchange: Exchange, operation: str, exc: Exception) -> Exception:
     """What to raise when the backend has raised this instead of starting a call."""
     if isinstance(exc, (ZipcclError, torch.cuda.OutOfMemoryError)):
         return exc
-    if isinstance(exc, dist.DistError):  # of the connections, which nobody can use any more
+    if is_of_the_connection(exc):  # which nobody can use any more
         return exchange.transport_failed(operation, exc, exchange.peers)
     if isinstance(exc, (RuntimeError, ValueError, TypeError)):
         return InvalidArgument(f"{operation}: the backend refuses it: {exc} (on rank {exchange.rank})")

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..errors import PeerError
+from ..errors import PeerError, ZipcclError
 from .board import Board
 from .mailbox import Mailbox, connect
 from .message import Message, as_tensor
@@ -33,8 +33,9 @@ from .wire import CONTROL_BYTES
 _CONTROL_TAG, _ABORT_TAG = 1, 2
 _FOREVER = timedelta(days=3650)
 _FAREWELL_S = 2.0
-_CONNECT_S, _CONNECT_LOOK_S = 30.0, 0.25
+_CONNECT_S, _CONNECT_LOOK_S = 30.0, 0.05
 _BYE = b"ZBYE".ljust(CONTROL_BYTES, b"\0")
+_ASK = b"ZASK".ljust(CONTROL_BYTES, b"\0")
 _NAP_S, _LONGEST_NAP_S = 50e-6, 1e-3
 LOOKS, _LOOKS_ELSEWHERE = 200, 8
 GROUPS = ("control", "data", "phase_two", "native")
@@ -175,6 +176,8 @@ class Transport:
 
     def __init__(self, board: Board, rank: int, size: int, timeout_s: float) -> None:
         self.inbox = Inbox()
+        self.asked: Callable[[], None] = lambda: None  # what to do when a peer asks whether this rank waits for others
+        self._asking: list[Any] = []  # kept: they may still be under way
         self._boxes: dict[int, Mailbox] = {}
         self._waiting: deque[tuple[int, bytes]] = deque()  # for room in the mailboxes
         self._box_lock = threading.Lock()
@@ -187,10 +190,14 @@ class Transport:
         if not self._peers:
             return
         self._connect(board, rank, size, max(timeout_s, _CONNECT_S))
-        for peer in self._peers:
-            thread = threading.Thread(target=self._listen, args=(peer,), name=f"zipccl-listener-{peer}", daemon=True)
-            self.listeners.append(thread)
-            thread.start()
+        try:
+            for peer in self._peers:
+                name = f"zipccl-listener-{peer}"
+                thread = threading.Thread(target=self._listen, args=(peer,), name=name, daemon=True)
+                thread.start()
+                self.listeners.append(thread)
+        except RuntimeError as exc:
+            raise self.failed_to_begin(board, rank, exc) from exc
 
     def _connect(self, board: Board, rank: int, size: int, limit_s: float) -> None:
         """Make the groups, on a thread of its own: for a store whose host is stopped, gloo waits without an end."""
@@ -204,21 +211,23 @@ class Transport:
             except RuntimeError as exc:
                 failures.append(exc)
 
-        thread = threading.Thread(target=run, name="zipccl-connect", daemon=True)
+        thread, over = threading.Thread(target=run, name="zipccl-connect", daemon=True), threading.Event()
         deadline = time.monotonic() + limit_s + _FAREWELL_S
         try:
+            news = board.watch_for(over)
             thread.start()
-        except RuntimeError as exc:
-            failures.append(exc)
-        try:
-            while thread.is_alive() and time.monotonic() < deadline:
+            while thread.is_alive() and time.monotonic() < deadline and not news:
                 thread.join(_CONNECT_LOOK_S)
-                if thread.is_alive() and (published := board.published(0.0)) is not None:
-                    raise published
+        except RuntimeError as exc:  # no thread can be started
+            news = []
+            failures.append(exc)
         finally:
+            over.set()
             let_go([thread], _FAREWELL_S)
         if thread.is_alive():
             failures.append(RuntimeError("timed out"))
+        if news:
+            raise news[0]
         if not failures:
             return
         why, absent = failures[0], list[int]()
@@ -228,6 +237,19 @@ class Transport:
         who = f"ranks {absent} of {size} did not connect" if absent else f"rank {rank} of {size} cannot connect"
         hint = "see whether they died" if absent else "see what it lacks"
         raise board.settle(PeerError(f"Communicator: {who}: {why}; {hint}")) from why
+
+    def failed_to_begin(self, board: Board, rank: int, exc: RuntimeError) -> ZipcclError:
+        """What all ranks raise if this one cannot start a thread; the peers are woken."""
+        text = f"Communicator: rank {rank} cannot start a thread: {exc}; raise its limit of threads"
+        error = board.settle(PeerError(text))
+        self.abort()
+        return error
+
+    def ask(self, peers: list[int]) -> None:
+        """Ask peers whether they wait for others; `asked` there is called, by its listener."""
+        for peer in peers:
+            with contextlib.suppress(RuntimeError):
+                self._asking.append(self.send("control", _ASK, peer, _CONTROL_TAG))
 
     def group(self, name: str) -> Any:
         """One of GROUPS; RuntimeError once they are gone."""
@@ -347,6 +369,9 @@ class Transport:
                 self.lost.append(peer)
                 self.inbox.put(Control(peer, None, time.monotonic(), "it has given up its Communicator"))
                 return
+            if data == _ASK:
+                self.asked()
+                continue
             self.inbox.put(Control(peer, data, time.monotonic()))
 
     def _watch(self, peer: int) -> None:

@@ -5,6 +5,7 @@ FSDP2, for one, waits for what is an instance of it and for nothing else, and a 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -15,11 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import RankTimeout, ZipcclError, again
+from ..errors import InvalidArgument, RankTimeout, ZipcclError, again
 from .call import Call, title
+from .stragglers import let_go
 
+_create_work_from_future = getattr(torch._C._distributed_c10d, "_create_work_from_future")  # noqa: B009  (private)
 _SUCCESS = 0  # torch's WorkResult
-_NO_LIMIT = timedelta(0)
+_EXIT_S = 5.0
 
 
 class TorchWork(dist.Work):
@@ -60,8 +63,17 @@ class TorchWork(dist.Work):
         """The same of torch's WorkResult: 0, or an error."""
         return self._future(lambda: _SUCCESS)
 
+    def boxed(self) -> torch.ScriptObject:
+        """Of a Work of torch's own, which lives without Python's."""
+        made: dist.Work = _create_work_from_future(self.get_future())
+        return made.boxed()
+
+    def _devices(self) -> list[int | str | torch.device]:
+        """Those of CUDA, for a future's order."""
+        return sorted({t.device for t in self._outputs if t.is_cuda}, key=str)
+
     def _future(self, value: Callable[[], Any]) -> torch.futures.Future[Any]:
-        devices: list[int | str | torch.device] = sorted({t.device for t in self._outputs if t.is_cuda}, key=str)
+        devices = self._devices()
         future: torch.futures.Future[Any] = torch.futures.Future(devices=devices)
 
         def run() -> None:
@@ -74,10 +86,12 @@ class TorchWork(dist.Work):
                     self.wait()
                     future.set_result(value())
             except Exception as exc:
-                future.set_exception(exc)  # type: ignore[arg-type]  # says T
+                fail(future, exc)
 
+        thread = threading.Thread(target=run, name="zipccl-future", daemon=True)
         try:
-            threading.Thread(target=run, name="zipccl-future", daemon=True).start()
+            thread.start()
+            let_go([thread], _EXIT_S)  # callbacks may still run when Python ends
         except RuntimeError:  # no thread can be started: then it is waited for here
             run()
         return future
@@ -93,7 +107,7 @@ class Work(TorchWork):
 
     def __init__(self, calls: Sequence[Call], outputs: Sequence[Tensor] = ()) -> None:
         TorchWork.__init__(self, outputs)
-        self._calls = calls
+        self._calls, self._process = calls, os.getpid()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until all is done; True, or the error that all ranks raise.
@@ -106,8 +120,13 @@ class Work(TorchWork):
 
         Raises:
             RankTimeout: still under way after `timeout`; it goes on.
+            InvalidArgument: not a timedelta, or the call is of a process that this one was forked from.
             ZipcclError: failed, in the same way on all ranks.
         """
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise InvalidArgument(f"wait: timeout must be a datetime.timedelta, got {timeout!r}")
+        if self._process != os.getpid():
+            raise InvalidArgument("wait: the call was made in the process that this one was forked from; wait there")
         wait_for(self._calls, timeout or None)
         return True
 
@@ -118,6 +137,17 @@ class Work(TorchWork):
     def exception(self) -> ZipcclError | None:
         """The first error of the calls that are done, else None."""
         return _error(self._calls)
+
+
+def fail(future: torch.futures.Future[Any], exc: Exception) -> None:
+    """End a future with an error: with a fresh one each time it is asked. By set_exception it is one, whose traceback
+    then holds the frames of who asked, those hold the future, and that holds the error: for ever."""
+
+    def raise_afresh(kept: ZipcclError) -> None:
+        raise again(kept)
+
+    future._set_unwrap_func(raise_afresh)  # type: ignore[attr-defined]
+    future.set_result(exc.with_traceback(None))
 
 
 def wait_for(calls: Sequence[Call], timeout: timedelta | None = None) -> None:

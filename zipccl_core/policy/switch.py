@@ -54,20 +54,24 @@ class Policy:
     timeout_s: float = 300.0
 
     def __post_init__(self) -> None:
+        # All fields become Python's own types: ranks compare policies by how they are written.
         for field, allowed in (("compress", COMPRESS), ("reduction", REDUCTIONS), ("verify", VERIFY)):
-            if getattr(self, field) not in allowed:
-                raise InvalidArgument(f"Policy: {field} must be one of {allowed}, got {getattr(self, field)!r}")
-        if not isinstance(self.codebook, Codebook) and self.codebook not in CODEBOOKS:
+            value = getattr(self, field)
+            if not isinstance(value, str) or value not in allowed:
+                raise InvalidArgument(f"Policy: {field} must be one of {allowed}, got {value!r}")
+            object.__setattr__(self, field, str(value))
+        if isinstance(self.codebook, str) and self.codebook in CODEBOOKS:
+            object.__setattr__(self, "codebook", str(self.codebook))
+        elif not isinstance(self.codebook, Codebook):
             raise InvalidArgument(f"Policy: codebook must be one of {CODEBOOKS} or a Codebook, got {self.codebook!r}")
         if not isinstance(self.retransmit, bool):
             raise InvalidArgument(f"Policy: retransmit must be True or False, got {self.retransmit!r}")
-        # As Python's own numbers: ranks compare policies by how they are written.
         if not 0 <= self._number("min_bytes") < 2**63 or self.min_bytes != int(self.min_bytes):
             raise InvalidArgument(f"Policy: min_bytes must be a whole number, not negative, got {self.min_bytes}")
         object.__setattr__(self, "min_bytes", int(self.min_bytes))
         if not 0 <= self._number("prefix_percent") <= 100:
             raise InvalidArgument(f"Policy: prefix_percent must be 0 to 100, got {self.prefix_percent}")
-        object.__setattr__(self, "prefix_percent", float(self.prefix_percent))
+        object.__setattr__(self, "prefix_percent", float(self.prefix_percent) + 0.0)  # -0.0 is 0.0
         if not 0 < self._number("timeout_s") <= MOST_TIMEOUT_S:
             raise InvalidArgument(
                 f"Policy: timeout_s must be positive, and {MOST_TIMEOUT_S:g} at most, got {self.timeout_s}"

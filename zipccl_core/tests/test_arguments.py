@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from zipccl_core import Policy
@@ -37,6 +38,16 @@ def ranks(request: pytest.FixtureRequest, make: Any) -> Iterator[Ranks]:
         yield make(2, ALWAYS if request.param == "threads" else never, link=request.param)
 
 
+def zero_tensor() -> torch.Tensor:
+    return torch._efficientzerotensor(8)
+
+
+def shrunk() -> torch.Tensor:
+    made = torch.ones(8)
+    made.untyped_storage().resize_(28)
+    return made
+
+
 def refused() -> dict[str, Callable[[], torch.Tensor]]:
     return {
         "AsyncCollectiveTensor": lambda: AsyncCollectiveTensor(torch.ones(8)),
@@ -44,6 +55,10 @@ def refused() -> dict[str, Callable[[], torch.Tensor]]:
         "quantized": lambda: torch._empty_affine_quantized([8], scale=0.1, zero_point=0, dtype=torch.quint8),
         "sparse_coo": lambda: torch.eye(8).to_sparse(),
         "meta": lambda: torch.empty(8, device="meta"),
+        "torch.func": lambda: torch._to_functional_tensor(torch.ones(8)),
+        "dtype": lambda: torch.empty(8, dtype=torch.uint4),
+        "memory for all": zero_tensor,
+        "storage is smaller": shrunk,
     }
 
 
@@ -62,7 +77,7 @@ CALLS: dict[str, Callable[[Any, int, torch.Tensor], Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested", "ignore:torch.quantize_per_tensor")
-@pytest.mark.parametrize("what", ["AsyncCollectiveTensor", "nested", "quantized", "sparse_coo", "meta"])
+@pytest.mark.parametrize("what", list(refused()))
 def test_tensors_without_memory_of_their_own_are_refused_alike_on_all_ranks(ranks: Ranks, what: str) -> None:
     for operation, call in CALLS.items():
         errors = ranks.each(lambda rank: call(ranks.comms[rank], rank, refused()[what]()))  # noqa: B023
@@ -87,6 +102,69 @@ class Noted(torch.Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.seen.append(threading.current_thread().name)
         return super().__torch_function__(function, types, args, kwargs or {})
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.parametrize("mode", ["fake", "trace"])
+def test_modes_in_which_tensors_hold_no_words_are_refused(ranks: Ranks, mode: str) -> None:
+    def run(rank: int) -> None:
+        words = data(N, rank)
+        if mode == "fake":
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                ranks.comms[rank].all_reduce(words)
+        else:
+            torch.jit.trace(lambda x: ranks.comms[rank].all_reduce(x) or x, words, check_trace=False)
+
+    assert "not within" in one_error(ranks.each(run), InvalidArgument)
+    assert ranks.each(lambda rank: ranks.comms[rank].barrier()) == [None] * 2
+
+
+def test_memory_that_two_storages_share_is_seen_to_overlap(ranks: Ranks) -> None:
+    """As numpy's slices do: they make a storage each, somewhere in the same memory."""
+    inputs = [data(N, rank) for rank in range(2)]
+
+    def run(rank: int) -> list[bool]:
+        memory = np.zeros(2 * N + 8, dtype=np.int16)
+        out = torch.from_numpy(memory[: 2 * N]).view(torch.bfloat16)
+        mine = torch.from_numpy(memory[N // 2 : N // 2 + N]).view(torch.bfloat16)
+        mine.copy_(inputs[rank])
+        ranks.comms[rank].all_gather_into_tensor(out, mine)
+        gathered = same(out, torch.cat(inputs))
+        mine.copy_(inputs[rank])
+        half = N // 2
+        to = torch.from_numpy(memory[half + 8 : half + 8 + N]).view(torch.bfloat16)
+        ranks.comms[rank].all_to_all_single(to, mine)
+        return [gathered, same(to, torch.cat([term.chunk(2)[rank] for term in inputs]))]
+
+    assert ranks.each(run) == [[True, True]] * 2
+
+
+def test_async_op_of_another_type_on_one_rank_is_told_to_all(ranks: Ranks) -> None:
+    def run(rank: int) -> None:
+        ranks.comms[rank].all_gather(
+            [nothing(N), nothing(N)], data(N, rank), async_op=torch.tensor([True, False]) if rank else False
+        )
+
+    assert "async_op must be True or False" in one_error(ranks.each(run), InvalidArgument)
+    assert ranks.each(lambda rank: ranks.comms[rank].barrier()) == [None] * 2
+
+
+def test_messages_in_a_generator_are_all_issued_and_other_things_are_refused() -> None:
+    ranks = Ranks(2)
+    comm = ranks.comms[0]
+    ops = [object.__new__(dist.P2POp) for _ in range(2)]
+    issued: list[Any] = []
+    comm.isend = lambda *args: issued.append(args)
+    for op in ops:
+        op.op, op.tensor, op.peer, op.tag = dist.isend, data(N, 0), 1, 0
+    assert len(comm.batch_isend_irecv(op for op in ops)) == len(issued) == 2
+    for wrong in (5, None, [], iter([])):
+        with pytest.raises(InvalidArgument, match="p2p_op_list must be"):
+            comm.batch_isend_irecv(wrong)
+    del comm.isend
+    with pytest.raises(InvalidArgument, match="are numbers"):
+        comm.send(data(N, 0), group_dst=np.array([0, 1]))
+    ranks.close()
 
 
 def test_a_class_of_somebody_s_own_is_taken_and_not_called_from_other_threads(ranks: Ranks) -> None:

@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
+from zipccl_core import Policy
 from zipccl_core.collectives import transport
 from zipccl_core.collectives.board import Board
+from zipccl_core.collectives.call import Call
+from zipccl_core.collectives.exchange import Exchange
 from zipccl_core.collectives.stragglers import _let_go, let_go
 from zipccl_core.collectives.transport import Transport
+from zipccl_core.collectives.work import wait_for
 from zipccl_core.errors import PeerError, RankTimeout, ZipcclError
 from zipccl_core.tests.test_exchange import one_error
 
@@ -85,12 +89,12 @@ def test_a_store_whose_host_stops_while_ranks_connect_holds_nobody_up(monkeypatc
     results, took_s = connect(made)
     assert "the store of the process group does not answer" in one_error(results, PeerError)
     assert took_s < 8
-    assert len([thread for thread, _ in _let_go if thread.name == "zipccl-connect" and thread.is_alive()]) == 2
+    assert len([thread for thread in _let_go if thread.name == "zipccl-connect" and thread.is_alive()]) == 2
     groups.over.set()
-    for thread, _ in list(_let_go):
+    for thread in list(_let_go):
         thread.join(5)
     let_go([], 0.0)
-    assert not [thread for thread, _ in _let_go if thread.name == "zipccl-connect"]
+    assert not [thread for thread in _let_go if thread.name == "zipccl-connect"]
 
 
 def test_a_rank_that_comes_late_hears_what_the_others_have_published() -> None:
@@ -115,18 +119,68 @@ def test_who_waits_for_others_hears_of_an_error_that_one_has_published() -> None
                 each.result(timeout=5)
 
 
-def test_groups_wait_in_a_client_of_their_own() -> None:
+def test_a_store_that_is_slow_while_ranks_connect_is_no_trouble(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be: many ask it then. The board asks it later on, too."""
+    made = boards(2)
+    slow = threading.Event()
+
+    class Slow:
+        def __getattr__(self, name: str) -> Any:
+            def ask(*args: Any) -> Any:
+                slow.wait(3.0)
+                return getattr(store, name)(*args)
+
+            return ask
+
+    store = made[1]._store
+    made[1]._store = Slow()  # type: ignore[assignment]
+    real = transport.dist.ProcessGroupGloo
+    monkeypatch.setattr(transport.dist, "ProcessGroupGloo", lambda *args: time.sleep(1.5) or real(*args))
+    results, _ = connect(made)
+    assert [type(result) for result in results] == [Transport] * 2
+    slow.set()
+    assert made[1].gone == ""
+    assert made[1].published(0.0) is None
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(Transport.close, results))
+
+
+def test_a_board_and_backends_have_clients_of_their_own() -> None:
     """A thread that waits in a store holds its client: the board must be able to ask meanwhile."""
-    (board,) = boards(1)
-    cloned: list[Any] = []
-
-    class Store:
-        def clone(self) -> Any:
-            cloned.append(HashStore())
-            return cloned[-1]
-
-    board._store = Store()  # type: ignore[assignment]
+    store = HashStore()
+    (board,) = [Board(PrefixStore("test", HashStore()), 0, 1, PrefixStore("test", store))]
     board.backend_store("control").set("a", "1")
-    board.backend_store("data").set("a", "2")
-    assert [bytes(cloned[0].get(key)) for key in ("control/a", "data/a")] == [b"1", b"2"]
-    assert len(cloned) == 1
+    assert bytes(store.get("test/control/a")) == b"1"
+
+
+@pytest.mark.parametrize("which", ["zipccl-listener", "zipccl-progress", "zipccl-store"])
+def test_a_rank_that_cannot_start_a_thread_says_so_to_all(monkeypatch: pytest.MonkeyPatch, which: str) -> None:
+    start, store = threading.Thread.start, HashStore()
+    here, fired = threading.local(), threading.Event()
+
+    def some_start(self: threading.Thread) -> None:
+        if getattr(here, "rank", 0) == 1 and self.name.startswith(which):
+            fired.set()
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    def run(rank: int) -> Any:
+        board = Board(PrefixStore("test", store), rank, 2)
+        here.rank = rank
+        try:
+            board.agree({"a": 1}, 5.0)
+            made = Exchange(board, rank, 2, Policy(timeout_s=20.0))
+            made.submit(call := Call("barrier"))
+            wait_for([call])
+        except ZipcclError as exc:
+            return exc
+
+    monkeypatch.setattr(threading.Thread, "start", some_start)
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(run, range(2)))
+    assert fired.is_set()
+    assert "can't start new thread" in str(errors[1])
+    assert time.monotonic() - began < 10
+    if which != "zipccl-store":
+        assert "rank 1 cannot start a thread" in one_error(errors, PeerError)

@@ -42,15 +42,26 @@ if what == "exits_early":
         comm.barrier()
     except PeerError as exc:
         print("told:", exc)
+if what == "callback_runs":
+    future = comm.all_reduce(mine, async_op=True).get_future()
+    future.then(lambda done: time.sleep(1) or print("called", rank, flush=True))
+    comm.barrier()
 if what == "forks":
+    theirs = comm.all_reduce(mine, async_op=True)
     child = os.fork()
     if child == 0:
+        for wait in (theirs.wait, theirs.get_future().wait):
+            try:
+                wait()
+            except InvalidArgument as exc:
+                print("told of the call:", exc, flush=True)
         for call in (comm.barrier, lambda: comm.isend(mine, dst=1 - rank), lambda: comm.all_reduce(mine), comm.close):
             try:
                 call()
             except InvalidArgument as exc:
                 print("told:", exc, flush=True)
         sys.exit(0)
+    theirs.wait()
     print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     comm.all_reduce(mine)
     comm.send(mine, dst=1 - rank) if rank else comm.recv(mine, src=1 - rank)
@@ -77,13 +88,14 @@ def run(folder: Path, text: str, what: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=env)
 
 
-@pytest.mark.parametrize("what", ["dropped", "receive_pending", "exits_early", "leaves_it_under_way"])
+@pytest.mark.parametrize("what", ["dropped", "receive_pending", "exits_early", "leaves_it_under_way", "callback_runs"])
 def test_a_process_that_does_not_close_ends_cleanly(tmp_path: Path, what: str) -> None:
     done = run(tmp_path, SCRIPT, what)
     assert done.returncode == 0, done.stdout + done.stderr
     leaves = what in ("exits_early", "leaves_it_under_way")
     assert done.stdout.count("ended") == (1 if leaves else 2)
     assert ("told:" in done.stdout) == leaves
+    assert done.stdout.count("called") == (2 if what == "callback_runs" else 0)
     assert ("rank 1 of 2 left while it was under way" in done.stdout) == (what == "leaves_it_under_way")
 
 
@@ -91,5 +103,8 @@ def test_a_forked_process_is_refused_and_harms_nothing_when_it_ends(tmp_path: Pa
     done = run(tmp_path, SCRIPT, "forks")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("told: this process was forked from the one that made the Communicator") == 2 * 3
+    assert (
+        done.stdout.count("told of the call: wait: the call was made in the process that this one was forked") == 2 * 2
+    )
     assert done.stdout.count("child 0") == 2
     assert done.stdout.count("ended") == 2

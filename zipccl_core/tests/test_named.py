@@ -35,6 +35,8 @@ class Stopped:
             return answer
 
         self.exchange.transport_failed = failed_too
+        asked = self.exchange.transport.asked
+        self.exchange.transport.asked = lambda: None if self.fired.is_set() else asked()
 
     def here(self) -> None:
         """The calling thread stays."""
@@ -166,3 +168,50 @@ def test_a_message_behind_a_collective_blames_the_collective_s_late_rank(make: A
         comm.barrier()
 
     assert all(": rank 2 of 3 did not arrive" in text for text in survivors(ranks, stopped, run))
+
+
+@pytest.mark.parametrize("how", ["send", "recv"])
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_who_waits_in_a_message_for_the_rank_that_stopped_is_not_named(make: Any, where: str, how: str) -> None:
+    """Others wait for both, in a collective, and come to their deadline first."""
+    policy = Policy(compress="always", timeout_s=1.5)
+    ranks = Ranks(3, policy) if where == "cpu" else make(3, policy)
+    words = [data(N, rank) for rank in range(3)]
+    stopped = Stopped(ranks, 2)
+
+    def run(rank: int) -> None:
+        comm = ranks.comms[rank]
+        if rank == 2:
+            stopped.here()
+        if rank == 1:
+            comm.send(words[1], group_dst=2) if how == "send" else comm.recv(words[1], group_src=2)
+        comm.all_reduce(words[rank])
+
+    texts = survivors(ranks, stopped, run)
+    assert len(set(texts)) == 1
+    assert "all_reduce #0: rank 2 of 3 did not arrive" in texts[0]
+    if where == "cpu":
+        ranks.close()
+
+
+def test_who_has_begun_a_message_and_does_not_wait_for_it_is_named_if_it_is_late() -> None:
+    ranks = Ranks(3, Policy(timeout_s=1.5))
+    late = threading.Event()
+
+    def run(rank: int) -> None:
+        comm = ranks.comms[rank]
+        if rank == 2:
+            comm.irecv(data(N, 2), group_src=0)
+            late.wait(STOP_S)
+        if rank == 1:
+            comm.recv(data(N, 1), group_src=2)
+        comm.barrier()
+
+    begun = [ranks.pool.submit(run, rank) for rank in range(3)]
+    with pytest.raises(RankTimeout, match="barrier #0: rank 2 of 3 did not arrive"):
+        begun[0].result(STOP_S)
+    late.set()
+    for each in begun[1:]:
+        with pytest.raises(RankTimeout, match="barrier #0: rank 2 of 3 did not arrive"):
+            each.result(STOP_S)
+    ranks.close()

@@ -33,6 +33,8 @@ from zipccl_core.policy.switch import Switch, explain, prefix_bytes
         {"min_bytes": "1"},
         {"prefix_percent": None},
         {"retransmit": 1},
+        {"compress": np.array(["auto"])},
+        {"codebook": np.array(["fitted", "best"])},
     ],
 )
 def test_a_wrong_field_is_refused_by_name(wrong: dict[str, object]) -> None:
@@ -49,6 +51,9 @@ def test_a_number_of_any_type_is_the_same_policy() -> None:
         Policy(timeout_s=np.float32(5), min_bytes=np.int64(1000), prefix_percent=np.int8(3)),  # type: ignore[arg-type]
     ):
         assert repr(other) == repr(plain)
+    assert repr(Policy(compress=np.str_("always"), prefix_percent=-0.0)) == repr(  # type: ignore[arg-type]
+        Policy(compress="always", prefix_percent=0)
+    )
     assert Policy(timeout_s=1e8).timeout_s == 1e8
 
 

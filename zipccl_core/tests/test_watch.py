@@ -137,7 +137,7 @@ def test_who_gives_up_does_not_wait_for_all_that_nccl_has_to_end(monkeypatch: py
     began = time.monotonic()
     nccl.abort()
     assert 0.2 <= time.monotonic() - began < 5
-    waiting = [thread for thread, limit_s in stragglers._let_go if limit_s == link.NCCL_GRACE_S]
+    waiting = [thread for thread, limit_s in stragglers._let_go.items() if limit_s == link.NCCL_GRACE_S]
     assert [thread.is_alive() for thread in waiting[-2:]] == [True, True]
     ended.set()
     stragglers._join_at_exit()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch.distributed as dist
 
 from zipccl_core import Policy
 from zipccl_core.collectives import straight
-from zipccl_core.errors import PeerError, RankTimeout
+from zipccl_core.errors import InvalidArgument, PeerError, RankTimeout
 from zipccl_core.frame import BLOCK_WORDS
 from zipccl_core.tests.test_exchange import Ranks
 from zipccl_core.tests.test_exit import run
@@ -122,8 +124,8 @@ def test_a_backend_s_failure_is_in_the_future_too() -> None:
     failed: torch.futures.Future[Any] = torch.futures.Future()
     failed.set_exception(ValueError("broken"))  # type: ignore[arg-type]
     backends = SimpleNamespace(get_future=lambda: failed)
-    exchange: Any = SimpleNamespace(broken=None)
-    with pytest.raises(Exception, match="broken"):
+    exchange: Any = SimpleNamespace(broken=None, rank=0)
+    with pytest.raises(InvalidArgument, match="all_reduce: the backend refuses it: broken"):
         straight.Begun(exchange, "all_reduce", backends, nothing(1)).get_future().wait()
 
 
@@ -157,6 +159,51 @@ def test_where_no_thread_can_be_started_a_message_is_an_error_on_both(monkeypatc
         ranks.comms[0].isend(data(N, 0), group_dst=1)
     with pytest.raises(PeerError, match="rank 0 cannot start a thread"):
         ranks.comms[1].barrier()
+    ranks.close()
+
+
+def test_a_future_of_a_call_that_failed_is_let_go_of_with_its_output() -> None:
+    ranks = Ranks(2, Policy(timeout_s=20.0))
+    outputs: list[Any] = []
+    refused: list[int] = []
+
+    def run(rank: int) -> None:
+        comm, out = ranks.comms[rank], nothing(N * (2 + rank))  # of a wrong size on rank 1
+        for _ in range(3):
+            try:
+                future = comm.all_gather_into_tensor(out, data(N, rank), async_op=True).get_future()
+                outputs.append(weakref.ref(out))
+                future.wait()
+            except InvalidArgument:
+                refused.append(rank)
+
+    ranks.each(run)
+    gc.collect()
+    assert sorted(refused) == [0] * 3 + [1] * 3
+    assert len(outputs) == 3
+    assert [each for each in outputs if each() is not None] == []
+    ranks.close()
+
+
+def test_a_work_in_a_box_is_over_though_nobody_in_python_holds_it() -> None:
+    ranks = Ranks(2)
+
+    def run(rank: int) -> bool:
+        work, out, wanted = begin(ranks.comms[rank], rank)
+        boxed = work.boxed()
+        del work
+        return bool(dist.Work.unbox(boxed).wait()) and same(out, wanted)
+
+    assert ranks.each(run) == [True] * 2
+    ranks.close()
+
+
+def test_a_wait_for_anything_but_a_time_is_refused() -> None:
+    ranks = Ranks(1)
+    work = ranks.comms[0].barrier(async_op=True)
+    with pytest.raises(InvalidArgument, match=r"timeout must be a datetime\.timedelta, got 5\.0"):
+        work.wait(5.0)
+    assert work.wait()
     ranks.close()
 
 
