@@ -35,9 +35,9 @@ from .board import Board, group_stores
 from .call import Call, nothing
 from .cuda_device import has_nccl, pipeline_on_cuda, refuse_capture
 from .device import MESSAGES, Device
-from .exchange import Exchange, facts
+from .exchange import BEHIND_S, Exchange, facts
 from .message import dtype_text, patterns
-from .point_to_point import BEHIND_S, TAGS, Channels
+from .point_to_point import TAGS, Channels
 from .probe import probe
 from .reduce import ReduceSpec, all_reduce_native, ordered_sum, reduce_scatter_native, reduce_spec
 from .repeat import (

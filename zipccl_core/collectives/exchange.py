@@ -51,6 +51,9 @@ from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
 log = logging.getLogger("zipccl")
 
 GRACE_S = 1.0
+_ANSWER_S, _ANSWERS_S = 0.5, 1.1  # for one that is asked; until who comes to its deadline within GRACE_S has
+BEHIND_S = 2 * GRACE_S
+"""How much longer a message is waited for: it may be behind a collective, and whom that waits for is named by then."""
 _NEWS_S, _NEWS_NAP_S = 0.2, 0.002
 # How often the progress thread looks at a device. Seldom: to take the interpreter from a thread that makes calls stops
 # that for a tenth of a millisecond.
@@ -889,15 +892,11 @@ class Exchange:
             limit_s: how long was waited for them, if that is the trouble; the policy's deadline if None.
         """
         if "imed out" in str(exc):
-            if len(ranks) > 1:
-                # Whoever waits, here or elsewhere, says so; who comes to its deadline meanwhile, and knows whom it
-                # waits for, names that, and all take its word.
+            if ranks != [self.rank]:
                 try:
-                    self.transport.ask(ranks)
-                    absent = self.board.absent(LATE, 1.5 * GRACE_S)
+                    ranks = self._absent(ranks)
                 except ZipcclError as told:
                     return self._break(told)
-                ranks = [r for r in ranks if r in absent] or ranks
             text = (
                 f"{what}: {_names(ranks)} of {self.size} did not arrive within {limit_s or self.policy.timeout_s:g} s; "
                 "see what kept it, or raise Policy(timeout_s=…)"
@@ -923,6 +922,25 @@ class Exchange:
             lost = self.transport.lost[:1]
             trouble = RuntimeError("its connection is lost" if lost else "timed out")
             self.transport_failed(title(what) if isinstance(what, Call) else what, trouble, lost or self.peers)
+
+    def _absent(self, ranks: list[int]) -> list[int]:
+        """Those of some ranks that do not wait for others, here or elsewhere; all of them if none is like that.
+
+        Whoever waits says so when it is asked. Who comes to its deadline meanwhile, and knows whom it waits for, names
+        that one, and all take its word: so if all of them wait, one of those is given time to.
+
+        Raises:
+            ZipcclError: what another rank has published.
+        """
+        until = time.monotonic() + _ANSWERS_S
+        while True:
+            self.transport.ask(ranks)
+            found = self.board.absent(LATE, _ANSWER_S)
+            absent = [rank for rank in ranks if rank in found]
+            if len(absent) == 1 or time.monotonic() > (until if absent else until + BEHIND_S):
+                return absent or ranks
+            if not found:  # all have come here, and it was not waited for them
+                time.sleep(_ANSWER_S)
 
     def _say_whether_it_waits(self) -> None:
         """A peer asks who is late. Not this rank, if it carries a call through, or its caller waits for a message."""

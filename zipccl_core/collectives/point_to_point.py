@@ -21,14 +21,12 @@ import torch
 from ..errors import CorruptFrame, InvalidArgument, PeerError, ZipcclError, again
 from ..policy.switch import Decision, explain
 from .call import Call, nothing
-from .exchange import EXIT_S, GRACE_S, Exchange
+from .exchange import BEHIND_S, EXIT_S, GRACE_S, Exchange
 from .message import Incoming, Message, dtype_text, encode_message
 from .transport import Disconnected
 from .wire import CallRecord, Verdict
 
 TAGS = 1 << 27
-BEHIND_S = 2 * GRACE_S
-"""How much longer a message is waited for: it may be behind a collective, and whom that waits for is named by then."""
 _FIRST_TAG = 1 << 30  # above every tag of the collectives
 _RECORD, _DATA, _VERDICT, _MIRROR = 0, 1, 2, 4
 _TAGS_A_CHANNEL = 8
