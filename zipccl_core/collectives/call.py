@@ -144,6 +144,11 @@ class Call:
         return (self.operation, self.stage, dtype, self.total_words.bit_length())
 
     @property
+    def is_message(self) -> bool:
+        """Whether it is between two ranks alone."""
+        return self.operation == "point_to_point"
+
+    @property
     def kind(self) -> str:
         """What a call on a device does with its messages: "gather", "all_to_all" or "reduce"."""
         return "reduce" if self.target is not None else "gather" if self.same_for_all else "all_to_all"

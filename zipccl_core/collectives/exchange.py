@@ -146,7 +146,7 @@ class Exchange:
         self.transport = Transport(board, rank, size, policy.timeout_s)
         # As long as the backend itself would let it.
         self.watch = Watch(lambda: bool(self.transport.lost), self._overdue, policy.timeout_s + NCCL_GRACE_S)
-        self.messages: set[Call] = set()  # between two ranks, that channels carry just now
+        self._waiting: set[Any] = set()  # calls, and what else just now waits for peers
         self._thread = threading.Thread(target=self._run, name="zipccl-progress", daemon=True)
         self.transport.asked = self._say_whether_it_waits
         try:
@@ -814,10 +814,13 @@ class Exchange:
         for gone in missing if self._lost else ():
             if gone in self._lost:
                 raise self.transport_failed(title(call), RuntimeError(self._lost[gone]), [gone])
+        self._waiting.add(call)
         try:
             control = self.transport.inbox.get(timeout=max(deadline - time.monotonic(), 0.001))
         except queue.Empty as exc:
             raise self.transport_failed(title(call), RuntimeError("timed out"), missing) from exc
+        finally:
+            self._waiting.discard(call)
         self._take(control)
 
     def _hear_within(self, seconds: float) -> bool:
@@ -853,7 +856,10 @@ class Exchange:
         began = time.monotonic()
         for spin in itertools.count():
             if query():
+                self._waiting.discard(what)
                 return
+            if spin == _SPINS and ranks != [self.rank]:
+                self._waiting.add(what)
             if gone is None and spin % _SPINS_A_LOOK == 0 and (gone := self.lost_peer()) is not None:
                 deadline = min(deadline, time.monotonic() + GRACE_S)
             if time.monotonic() > deadline:
@@ -873,14 +879,23 @@ class Exchange:
         return next(iter(self._lost), None)
 
     def _wait(self, call: Call, work: Any, deadline: float, waiting_for: list[int]) -> None:
-        self.wait_until(deadline, work, title(call), waiting_for)
+        self.wait_until(deadline, work, title(call), waiting_for, call)
 
-    def wait_until(self, deadline: float, work: Any, what: str, waiting_for: list[int]) -> None:
-        """Wait for a transfer until the deadline (of time.monotonic); the agreed fatal error if it does not come."""
+    def wait_until(
+        self, deadline: float, work: Any, what: str, waiting_for: list[int], call: Call | None = None
+    ) -> None:
+        """Wait for a transfer until the deadline (of time.monotonic); the agreed fatal error if it does not come.
+
+        Args:
+            call: that it is of.
+        """
+        self._waiting.add(call)
         try:
             work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         except RuntimeError as exc:
             raise self.transport_failed(what, exc, waiting_for) from exc
+        finally:
+            self._waiting.discard(call)
 
     def transport_failed(
         self, what: str, exc: BaseException, ranks: list[int], limit_s: float | None = None
@@ -943,9 +958,9 @@ class Exchange:
                 time.sleep(_ANSWER_S)
 
     def _say_whether_it_waits(self) -> None:
-        """A peer asks who is late. Not this rank, if it carries a call through, or its caller waits for a message."""
-        messages = [call for call in list(self.messages) if call.done.is_waited_for]
-        if self._handed != self._taken or self._baton.locked() or messages:
+        """A peer asks who is late. Not this rank, if it waits for peers; for a message, if that is waited for too."""
+        messages = [what for what in list(self._waiting) if isinstance(what, Call) and what.is_message]
+        if len(messages) < len(self._waiting) or any(message.done.is_waited_for for message in messages):
             self.board.say_late()
 
     def first_lost(self, within_s: float) -> list[int]:

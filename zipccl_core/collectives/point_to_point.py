@@ -121,7 +121,6 @@ class _Channel:
         while (call := self.calls.get()) is not None:
             call.sequence, self._sequence = self._sequence, self._sequence + 1
             failed = True
-            self._exchange.messages.add(call)
             try:
                 self._exchange.check_open(call.operation)
                 self._carry(call)
@@ -138,7 +137,6 @@ class _Channel:
                     call.error = self._exchange.broken or PeerError(f"{self._title(call)} failed")
                 call.finish = nothing
                 call.sends, call.receives, call.lay_out = [], [], None
-                self._exchange.messages.discard(call)
                 call.done.set()
                 del call
 
@@ -165,7 +163,7 @@ class _Channel:
             policy=exchange.policy.fingerprint(),
             valid=call.invalid is None,
         )
-        came = self._swap(mine.pack(), CallRecord.BYTES, _RECORD, deadline, title)
+        came = self._swap(call, mine.pack(), CallRecord.BYTES, _RECORD, deadline, title)
         theirs = exchange.parsed(lambda: title, CallRecord.parse, came)
         transfers: list[Any] = []
         error: ZipcclError | None = call.invalid
@@ -181,14 +179,14 @@ class _Channel:
                 error, fatal = self._receive(call, call.receives[0], deadline, title)
         exchange.reached("verdict", call, self._peer)
         verdict = Verdict(call.sequence, exchange.rank, error, fatal).pack()
-        came = self._swap(verdict, Verdict.BYTES, _VERDICT, deadline + GRACE_S, title)
+        came = self._swap(call, verdict, Verdict.BYTES, _VERDICT, deadline + GRACE_S, title)
         answer = exchange.parsed(lambda: title, Verdict.parse, came)
         both = sorted((Verdict.parse(verdict), answer), key=lambda v: v.src)
         failed = next((v.error for v in both if v.error is not None), None)
         if failed is not None and any(v.fatal for v in both):
             raise exchange.give_up(failed, failed)
         for work in transfers:
-            exchange.wait_until(deadline + GRACE_S, work, title, [self._peer])
+            exchange.wait_until(deadline + GRACE_S, work, title, [self._peer], call)
         if failed is not None:
             raise failed
         call.finish()
@@ -199,7 +197,7 @@ class _Channel:
         exchange, tag = self._exchange, self._first_tag + _DATA
         incoming = Incoming(exchange.policy, flat, call.sequence, self._peer, exchange.rank)
         work = exchange.transport.recv("data", incoming.phase_one, self._peer, tag)
-        exchange.wait_until(deadline, work, title, [self._peer])
+        exchange.wait_until(deadline, work, title, [self._peer], call)
         exchange.received("receive", call, self._peer, incoming.phase_one)
         try:
             rest = incoming.open()
@@ -208,7 +206,7 @@ class _Channel:
         try:
             if rest is not None:
                 work = exchange.transport.recv("phase_two", rest, self._peer, tag)
-                exchange.wait_until(deadline, work, title, [self._peer])
+                exchange.wait_until(deadline, work, title, [self._peer], call)
                 exchange.received("receive_phase_two", call, self._peer, rest)
             exchange.reached("decode", call, self._peer)
             incoming.unpack()
@@ -218,7 +216,7 @@ class _Channel:
             return type(exc)(f"{title}: {exc}"), False
         return None, False
 
-    def _swap(self, data: bytes, size: int, kind: int, deadline: float, title: str) -> bytes:
+    def _swap(self, call: Call, data: bytes, size: int, kind: int, deadline: float, title: str) -> bytes:
         """Send bytes to the peer and return its bytes of the same kind."""
         exchange, tag = self._exchange, self._first_tag + kind
         # The two directions between two ranks are two channels: the sender's side of each has tags of its own.
@@ -226,8 +224,8 @@ class _Channel:
         buffer = torch.empty(size, dtype=torch.uint8)
         sent = exchange.transport.send("control", data, self._peer, out)
         came = exchange.transport.recv("control", buffer, self._peer, back)
-        exchange.wait_until(deadline, came, title, [self._peer])
-        exchange.wait_until(deadline, sent, title, [self._peer])
+        exchange.wait_until(deadline, came, title, [self._peer], call)
+        exchange.wait_until(deadline, sent, title, [self._peer], call)
         return buffer.numpy().tobytes()
 
     def _account(self, call: Call, message: Message | None) -> None:
