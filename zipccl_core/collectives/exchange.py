@@ -952,16 +952,18 @@ class Exchange:
             self.transport.ask(ranks)
             found = self.board.absent(LATE, _ANSWER_S)
             absent = [rank for rank in ranks if rank in found]
-            if len(absent) == 1 or time.monotonic() > (until if absent else until + BEHIND_S):
+            over = time.monotonic() > (until if absent else until + BEHIND_S)
+            if len(absent) == 1 or over or self.board.gone:
                 return absent or ranks
             if not found:  # all have come here, and it was not waited for them
                 time.sleep(_ANSWER_S)
 
     def _say_whether_it_waits(self) -> None:
         """A peer asks who is late. Not this rank, if it waits for peers; for a message, if that is waited for too."""
-        messages = [what for what in list(self._waiting) if isinstance(what, Call) and what.is_message]
-        if len(messages) < len(self._waiting) or any(message.done.is_waited_for for message in messages):
-            self.board.say_late()
+        for what in list(self._waiting):
+            if not isinstance(what, Call) or not what.is_message or what.done.is_waited_for:
+                self.board.say_late()
+                return
 
     def first_lost(self, within_s: float) -> list[int]:
         """The peer whose connection was lost first, if its listener knows within_s: others have only followed it."""
