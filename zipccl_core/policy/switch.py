@@ -38,8 +38,8 @@ class Policy:
             "auto" is "wait" on the CPU and "late" on CUDA.
         retransmit: with "wait", on the CPU, messages that came damaged are sent once more, uncoded, before it is an
             error.
-        timeout_s: seconds a call waits for its peers before RankTimeout, which comes up to 6 s later; 1e8, three years, at
-            most.
+        timeout_s: seconds a call waits for its peers before RankTimeout, which comes up to 6 s later; at most 1e8,
+            three years.
 
     Raises:
         InvalidArgument: a value is of the wrong type, or out of its range.
