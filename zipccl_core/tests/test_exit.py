@@ -15,6 +15,11 @@ import torch, torch.distributed as dist
 from zipccl_core import Communicator, Policy
 from zipccl_core.errors import InvalidArgument, PeerError
 
+def say(*words):
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: ranks must not come in between
+    sys.stdout.flush()
+
+
 what = sys.argv[1]
 dist.init_process_group("gloo")
 rank, size = dist.get_rank(), dist.get_world_size()
@@ -34,17 +39,17 @@ if what == "leaves_it_under_way":
     try:
         comm.barrier()
     except PeerError as exc:
-        print("told:", exc)
+        say("told:", exc)
 if what == "exits_early":
     if rank == 1:
         sys.exit(0)
     try:
         comm.barrier()
     except PeerError as exc:
-        print("told:", exc)
+        say("told:", exc)
 if what == "callback_runs":
     future = comm.all_reduce(mine, async_op=True).get_future()
-    future.then(lambda done: time.sleep(1) or print("called", rank, flush=True))
+    future.then(lambda done: time.sleep(1) or say("called", rank))
     comm.barrier()
 if what == "forks":
     theirs = comm.all_reduce(mine, async_op=True)
@@ -54,19 +59,19 @@ if what == "forks":
             try:
                 wait()
             except InvalidArgument as exc:
-                print("told of the call:", exc, flush=True)
+                say("told of the call:", exc)
         for call in (comm.barrier, lambda: comm.isend(mine, dst=1 - rank), lambda: comm.all_reduce(mine), comm.close):
             try:
                 call()
             except InvalidArgument as exc:
-                print("told:", exc, flush=True)
+                say("told:", exc)
         sys.exit(0)
     theirs.wait()
-    print("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    say("child", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     comm.all_reduce(mine)
     comm.send(mine, dst=1 - rank) if rank else comm.recv(mine, src=1 - rank)
     comm.close()
-print("ended", rank)
+say("ended", rank)
 """
 
 
