@@ -44,6 +44,7 @@ from .link import NCCL_GRACE_S
 from .message import Incoming, Message, Sent, dtype_text, encode_message
 from .pipeline import Pipeline
 from .seam import Seam
+from .stragglers import join
 from .transport import LEFT, Control, Disconnected, Transport, Watched, is_of_the_connection, let_others, nap_s
 from .watch import Watch
 from .wire import ALL_RANKS, MOST_DAMAGED, CallRecord, Sizes, Verdict
@@ -84,9 +85,7 @@ def _part_at_exit() -> None:
         exchange.stop(max(deadline - time.monotonic(), 0))
         exchange.leaving = True
         exchange.transport.abort()
-    deadline = time.monotonic() + GRACE_S + 1
-    for thread in (thread for exchange in exchanges for thread in exchange.threads()):
-        thread.join(max(deadline - time.monotonic(), 0))
+    join([thread for exchange in exchanges for thread in exchange.threads()], GRACE_S + 1)
 
 
 def _leave_to_the_parent() -> None:

@@ -23,6 +23,7 @@ from ..policy.switch import Decision, explain
 from .call import Call, nothing
 from .exchange import BEHIND_S, EXIT_S, GRACE_S, Exchange
 from .message import Incoming, Message, dtype_text, encode_message
+from .stragglers import join
 from .transport import Disconnected
 from .wire import CallRecord, Verdict
 
@@ -94,15 +95,13 @@ class Channels:
 
     def stop(self, timeout_s: float) -> None:
         """End the threads after the messages they have; waits at most timeout_s."""
-        deadline = time.monotonic() + timeout_s
         with self._lock:
             self._stopped = True
             channels = list(self._channels.values())
         for channel in channels:
             channel.calls.put(None)
-        for channel in channels:
-            if channel.thread is not threading.current_thread():
-                channel.thread.join(max(deadline - time.monotonic(), 0))
+        threads = [channel.thread for channel in channels]
+        join([thread for thread in threads if thread is not threading.current_thread()], timeout_s)
 
 
 class _Channel:

@@ -5,6 +5,7 @@ FSDP2, for one, waits for what is an instance of it and for nothing else, and a 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -78,11 +79,7 @@ class TorchWork(dist.Work):
 
         def run() -> None:
             try:
-                if not devices:
-                    self.wait()
-                    future.set_result(value())
-                    return
-                with torch.cuda.stream(torch.cuda.Stream(devices[0])):  # type: ignore[no-untyped-call]  # the future takes its order from there
+                with _stream_of_its_own(devices):  # the future takes its order from the current stream
                     self.wait()
                     future.set_result(value())
             except Exception as exc:
@@ -137,6 +134,13 @@ class Work(TorchWork):
     def exception(self) -> ZipcclError | None:
         """The first error of the calls that are done, else None."""
         return _error(self._calls)
+
+
+def _stream_of_its_own(devices: Sequence[Any]) -> contextlib.AbstractContextManager[object]:
+    """Within, the current stream of the first device is a new one; nothing of CUDA is touched if there is none."""
+    if not devices:
+        return contextlib.nullcontext()
+    return torch.cuda.stream(torch.cuda.Stream(devices[0]))  # type: ignore[no-untyped-call]
 
 
 def fail(future: torch.futures.Future[Any], exc: Exception) -> None:

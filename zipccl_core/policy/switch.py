@@ -38,7 +38,7 @@ class Policy:
             "auto" is "wait" on the CPU and "late" on CUDA.
         retransmit: with "wait", on the CPU, messages that came damaged are sent once more, uncoded, before it is an
             error.
-        timeout_s: seconds a call waits for its peers before RankTimeout, which comes up to 6 s later; at most 1e8,
+        timeout_s: seconds a call waits for its peers before RankTimeout, which comes up to 8 s later; at most 1e8,
             three years.
 
     Raises:

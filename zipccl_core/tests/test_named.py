@@ -85,6 +85,15 @@ def survivors(ranks: Any, stopped: Stopped, run: Any) -> list[str]:
     return texts
 
 
+def with_callers(make: Any, n: int) -> tuple[Any, list[torch.Tensor], Stopped]:
+    """Ranks whose calls may go to their callers' streams, words of each, and the last, which stops before any go."""
+    ranks = make(n, Policy(compress="always", verify="late", timeout_s=1.5))
+    ranks.each(lambda rank: setattr(ranks.devices[rank], "has_callers", True))
+    stopped = Stopped(ranks, n - 1)
+    stopped.before_words()
+    return ranks, [data(N, rank) for rank in range(n)], stopped
+
+
 @pytest.mark.parametrize("where", ["cpu", "device"])
 def test_a_rank_that_stops_between_telling_two_peers_is_named_alone(make: Any, where: str) -> None:
     """One peer goes on to the next call, whose deadline is before that of the verdict which the other waits for."""
@@ -129,11 +138,7 @@ def test_a_rank_that_stops_between_its_sizes_and_its_words_is_named_by_those_who
 def test_of_two_ranks_the_other_is_named_where_a_call_waits_for_its_words_in_the_caller_s_stream(
     make: Any, async_op: bool
 ) -> None:
-    ranks = make(2, Policy(compress="always", verify="late", timeout_s=1.5))
-    ranks.each(lambda rank: setattr(ranks.devices[rank], "has_callers", True))
-    words = [data(N, rank) for rank in range(2)]
-    stopped = Stopped(ranks, 1)
-    stopped.before_words()
+    ranks, words, stopped = with_callers(make, 2)
 
     def run(rank: int) -> None:
         comm, out, shard = ranks.comms[rank], nothing(2 * N), nothing(N)
@@ -152,11 +157,7 @@ def test_of_two_ranks_the_other_is_named_where_a_call_waits_for_its_words_in_the
 
 def test_a_message_behind_a_collective_blames_the_collective_s_late_rank(make: Any) -> None:
     """Its copy is in the caller's stream, behind words that a third rank does not send."""
-    ranks = make(3, Policy(compress="always", verify="late", timeout_s=1.5))
-    ranks.each(lambda rank: setattr(ranks.devices[rank], "has_callers", True))
-    words = [data(N, rank) for rank in range(3)]
-    stopped = Stopped(ranks, 2)
-    stopped.before_words()
+    ranks, words, stopped = with_callers(make, 3)
 
     def run(rank: int) -> None:
         comm, out = ranks.comms[rank], nothing(3 * N)
